@@ -249,14 +249,14 @@ def advise(output: Path, diagnosis: Diagnosis, checkpoints: int) -> Rescue | Non
 def report(output: Path, verdicts: dict[str, Diagnosis], rescue: Rescue | None) -> None:
     """Print the final losses, the verdicts, the repair, and the commands that show the details."""
     from nemo_fp8_debug import diagnose
-    from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss
+    from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss_outcome
 
     names = (*VARIANTS, *([RESCUED] if rescue else []))
     gap = verdicts["stuck_scale"].loss.gap
     print(f"\n{compare_ends(output, names, gap.first if gap else 0)}")
     said = {name: verdict.verdict() for name, verdict in verdicts.items()}
     if rescue:
-        loss = tell_loss(diagnose(output / RESCUED, output / "baseline").loss)
+        loss = tell_loss_outcome(diagnose(output / RESCUED, output / "baseline").loss)
         said[RESCUED] = f"stuck_scale from step {rescue.step} on, with {rescue.changes}. {loss}"
     for name, verdict in said.items():
         print("\n" + textwrap.fill(f"{name}: {verdict}", 100, break_on_hyphens=False))

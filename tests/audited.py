@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_fp8_debug.analysis.checkpoint.audit import Audit
+from nemo_fp8_debug.analysis.checkpoint.audit import CheckpointAudit
 
 LIMIT = {"e4m3": 448.0, "e5m2": 57344.0}
 TARGET = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16}
@@ -41,7 +41,7 @@ def assert_cast(found: dict[str, Any], weight: torch.Tensor, scale: float | None
         assert found[name] == pytest.approx(want[name], rel=1e-11, abs=1e-14), name
 
 
-def assert_audited(found: Audit, weights: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+def assert_audited(found: CheckpointAudit, weights: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
     """Every weight is there once, with the oracle's metrics in FP8 under current scaling and in BF16."""
     rows = {row["layer"]: row for row in found.rows}
     assert sorted(row["layer"] for row in found.rows) == sorted(weights)

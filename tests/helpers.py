@@ -37,7 +37,7 @@ class Samples:
 
     def rows(self, step: int) -> dict[tuple[str, str], dict[str, Any]]:
         """The rows of a step by (layer, role)."""
-        columns = self.samples[step].columns
+        columns = self.samples[step].operand_columns
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(self.samples[step]))]
         return {(row["layer"], row["role"]): row for row in rows}
 

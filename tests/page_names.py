@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader
 import nemo_fp8_debug
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.recommendation.snippets import write_snippets
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import make_module_recipes
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import make_module_recipes_snippet
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.numerics.recipe import Recipe, parse_recipe
 from nemo_fp8_debug.record.schema import STATUS
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 LAYERS, WIDTH = 4, 16
 Names = dict[str, Any]
@@ -233,7 +233,7 @@ def monitor_experts() -> None:
 
 def megatron_modules() -> Names:
     """The file of a recommendation for Megatron."""
-    file = make_module_recipes(recommendation(run(), {("decoder.layers.1.mlp.linear_fc2", "input"): BF16}))
+    file = make_module_recipes_snippet(recommendation(run(), {("decoder.layers.1.mlp.linear_fc2", "input"): BF16}))
     Path("fix").mkdir()
     Path("fix", file.name).write_text(file.text)  # type: ignore[union-attr]
     return {"config": SimpleNamespace(model=SimpleNamespace())}
@@ -350,7 +350,7 @@ def write_benchmark_runs(folder: Path, names: dict[str, tuple[str, str]]) -> Non
     stored = {(told["part"], told["name"]): told for told in truths_of({part for part, _ in names.values()})}
     for name, key in names.items():
         recorded = read_run(stored[key], interval=20)
-        record, metrics = RunRecord(folder / name / "fp8_debug"), recorded.metrics.frame()
+        record, metrics = RunRecordWriter(folder / name / "fp8_debug"), recorded.metrics.read_all_rows()
         record.open(recorded.fingerprint)
         for step in recorded.metrics.steps.tolist():
             rows = metrics.filter(step=step)

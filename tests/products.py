@@ -81,7 +81,7 @@ def errors(parts: Iterable[tuple[Operands, Mapping[str, np.ndarray]]]) -> dict[s
 
 def rows(sample: Sample) -> dict[tuple[str, str], dict[str, Any]]:
     """The outputs of a sample by (layer, product)."""
-    columns = sample.table("outputs")
+    columns = sample.get_table("outputs")
     found = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     assert len({(row["layer"], row["product"]) for row in found}) == len(found)
     return {(row["layer"], row["product"]): row for row in found}

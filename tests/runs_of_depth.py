@@ -8,7 +8,7 @@ from pathlib import Path
 
 from samples import FINGERPRINT, sample
 
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 #: bits that the largest value stands above the median, in the last layer, where one token has a gradient, and in others
 LAST, OTHERS = 3.0, 12.0
@@ -27,7 +27,7 @@ def write_of_depth(folder: Path, depth: int, role: str = "grad_output", extra: M
     Args:
         extra: bits that are added from ONSET on, and points of a percent that underflow, by layer.
     """
-    record = RunRecord(folder)
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT)
     for step in STEPS:
         rows = []

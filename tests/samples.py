@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug.capture.backends import torch_linear
-from nemo_fp8_debug.capture.backends.base import ScaleInUse
+from nemo_fp8_debug.capture.backends.base import CastInUse
 from nemo_fp8_debug.capture.gemms import Gemm
-from nemo_fp8_debug.capture.operand_stats import collect_stats
-from nemo_fp8_debug.capture.operands import Operand
+from nemo_fp8_debug.capture.operand_stats import collect_operand_stats
+from nemo_fp8_debug.capture.operands import OperandAccumulator
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.numerics.formats import E4M3
-from nemo_fp8_debug.numerics.metric_columns import unscale_columns
+from nemo_fp8_debug.numerics.metric_columns import unscale_gradient_columns
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 from nemo_fp8_debug.observations.operands.measure import measure_tensors
@@ -71,9 +71,11 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
     operands = []
     for (layer, role), x in tensors.items():
         gemm = Gemm(layer, nn.Linear(1, 1), torch_linear.BACKEND)
-        operand = Operand(gemm, role, ScaleInUse(CurrentScaling(), E4M3, parse_recipe("current-hybrid"), "current"))
-        operand.add(x, 0)
+        operand = OperandAccumulator(
+            gemm, role, CastInUse(CurrentScaling(), E4M3, parse_recipe("current-hybrid"), "current")
+        )
+        operand.add_tensor(x, 0)
         operands.append(operand)
-    measured = measure_tensors(collect_stats(operands))
-    metrics = measured.metrics | unscale_columns(measured.metrics, None)
+    measured = measure_tensors(collect_operand_stats(operands))
+    metrics = measured.metrics | unscale_gradient_columns(measured.metrics, None)
     return Sample(step, {"metrics": metrics, "histograms": measured.histograms}, {"loss": 2.5})

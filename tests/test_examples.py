@@ -27,7 +27,7 @@ FOLDERS = {"baseline": "good", "bad": "bad", "reference": "twin"}
 NAMES = [name for name in nemo_fp8_debug.__all__ if name != "__version__"]
 FUNCTIONS = [name for name in NAMES if name.islower()]
 #: internal, and run in test_compaction.py and test_sql.py
-ELSEWHERE = ("nemo_fp8_debug.record.merging.compact", "nemo_fp8_debug.record.views.sql_views")
+ELSEWHERE = ("nemo_fp8_debug.record.merging.compact_record", "nemo_fp8_debug.record.views.sql_views")
 SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
 
 
@@ -82,7 +82,9 @@ def test_examples_of_what_is_internal(name: str) -> None:
         assert is_run_elsewhere(example.name) or runner.run(example).failed == 0, example.name
 
 
-@pytest.mark.parametrize("name", ["list_folders", "with_earlier_names", "list_renamed_values", "migrate_fingerprint"])
+@pytest.mark.parametrize(
+    "name", ["list_table_folders", "add_earlier_column_names", "list_renamed_column_values", "migrate_fingerprint"]
+)
 def test_examples_of_migration(name: str) -> None:
     assert failures_of(getattr(migration, name), name) == 0
 

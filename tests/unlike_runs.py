@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 SIZES = {"linear_qkv": 3 << 10, "linear_proj": 1 << 10, "linear_fc1": 4 << 10, "linear_fc2": 4 << 10}
@@ -54,7 +54,7 @@ def write(
     **of_rows: Any,
 ) -> Path:
     """A run that is harmed, and whose loss rises, from a step on."""
-    record = RunRecord(folder)
+    record = RunRecordWriter(folder)
     record.open(fingerprint)
     for step in steps:
         consumed = {} if batch is None else {"consumed_samples": float(step * batch)}

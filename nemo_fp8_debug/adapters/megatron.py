@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..capture.grad_scale import read_loss_and_tokens
-from ..core.arguments import check_arguments
+from ..core.arguments import reject_unknown_arguments
 from ..errors import ConfigError
 from ..options.config import Config
 from .session import FrameworkRun
@@ -28,7 +28,7 @@ else:
     Callback = object
 
 
-@check_arguments(options_of=Config)
+@reject_unknown_arguments(options_of=Config)
 class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
     """A callback that measures operands of linear layers every `interval` steps. Arguments are the fields of `Config`.
 
@@ -83,7 +83,7 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
         self._run.close()
 
 
-@check_arguments(options_of=Config)
+@reject_unknown_arguments(options_of=Config)
 class FP8DebugForwardStep:
     """A wrapper of a script's `forward_step` function that measures operands in its calls.
 

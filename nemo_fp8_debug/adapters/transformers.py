@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..capture.grad_scale import read_loss_scale, was_skipped
-from ..capture.tracing import Hook
-from ..core.arguments import check_arguments
+from ..capture.grad_scale import read_loss_scale, was_optimizer_step_skipped
+from ..capture.tracing import CopySafeHook
+from ..core.arguments import reject_unknown_arguments
 from ..errors import ConfigError
 from ..options.config import Config
 from .session import FrameworkRun
 
 
-@check_arguments(options_of=Config)
+@reject_unknown_arguments(options_of=Config)
 class FP8DebugTrainerCallback(TrainerCallback):
     """A callback that measures operands of linear layers every `interval` steps. Arguments are the fields of `Config`.
 
@@ -66,7 +66,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
                 "change the graph; train without that, or compile parts of the model yourself"
             )
         if self._run.start(model, args.output_dir, (state.global_step + 1, state.max_steps)):
-            self._hook = model.register_forward_hook(Hook(self._see_loss, model), with_kwargs=True)
+            self._hook = model.register_forward_hook(CopySafeHook(self._see_loss, model), with_kwargs=True)
 
     def _see_loss(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Store the loss of a batch. The Trainer passes only averaged losses to callbacks, and waits for the device to
@@ -97,7 +97,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
         """End the sample, unless the Trainer logs this step. Then `on_log` ends the sample."""
         self._scalars = {"lr": self._lr, "loss_scale": self._scale}
         if self._scale is not None:
-            self._scalars["skipped"] = was_skipped(self._scale, _scaler(optimizer))
+            self._scalars["skipped"] = was_optimizer_step_skipped(self._scale, _scaler(optimizer))
         if self._losses:
             # If the model divides the loss, it divides by the step's number of tokens, perhaps over all processes. Otherwise
             # the Trainer divides the loss by the number of batches.

@@ -23,13 +23,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..core.error_guard import Fault, OperandGuard
-from ..numerics.block_scaling import BlockRule
+from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.metrics import compute_amax
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, make_unknown_cast
+from .backends.base import Args, CastInUse, FrameworkBackend, Kwargs, UnknownCastError, make_unknown_cast
 from .backends.transformer_engine.environment import explain_unsupported_release
-from .backends.transformer_engine.quantizers import make_cast
-from .dispatcher import Dispatcher, Pass
+from .backends.transformer_engine.quantizers import make_quantizer_cast
+from .dispatcher import EventDispatcher, ForwardPass
 from .gemms import Gemm
 from .hooks import OperandSink
 from .scan import ScannedModule
@@ -51,12 +51,14 @@ _PER_TENSOR = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "IdentityQuan
 #: quantizers whose blocks run along the dimension that a product sums over. For V and dV, this is the token dimension
 _IN_BLOCKS = ("MXFP8Quantizer",)
 _ALONG_TOKENS = ("value", "grad_value")
-_BACKEND = Backend("Transformer Engine attention", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
+_BACKEND = FrameworkBackend(
+    "Transformer Engine attention", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out
+)
 
 
 def find_attentions(scanned: Iterable[ScannedModule]) -> list[Gemm]:
     """Return every attention of Transformer Engine in a model, except attentions inside torch.compile."""
-    return [Gemm(one.name, one.module, _BACKEND) for one in scanned if is_attention(one.module) and not one.compiled]
+    return [Gemm(one.global_name, one.module, _BACKEND) for one in scanned if is_attention(one.module) and not one.compiled]
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -72,7 +74,7 @@ def _recipe_of(module: Any) -> Any:
     return getattr(module, "fp8_meta", {}).get("recipe")
 
 
-def is_in_fp8(module: nn.Module) -> bool | None:
+def runs_in_fp8(module: nn.Module) -> bool | None:
     """Return whether an attention runs in FP8, from its last call or its configuration. Return None if unknown."""
     recipe = _recipe_of(module)
     config: Any = getattr(module, "config", None)
@@ -88,7 +90,7 @@ def _asks(recipe: Any) -> bool:
     return bool(getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False))
 
 
-def is_emulated() -> bool:
+def is_fp8_emulation_enabled() -> bool:
     """Return True if the environment enables the emulation and disables the faster attention kernels."""
     get = os.environ.get
     return get("NVTE_UnfusedDPA_Emulate_FP8") == "1" and get("NVTE_FLASH_ATTN") == get("NVTE_FUSED_ATTN") == "0"
@@ -102,7 +104,7 @@ class AttentionCapture:
         found: Sequence[Gemm],
         sinks: Mapping[tuple[str, str], OperandSink],
         on_fault: Fault,
-        dispatcher: Dispatcher,
+        dispatcher: EventDispatcher,
     ) -> None:
         """
         Args:
@@ -120,7 +122,7 @@ class AttentionCapture:
         """Observe calls from now on."""
         for gemm in self._found:
             unfused, guard = gemm.module._modules.get("unfused_attention"), partial(self._guarded, gemm)
-            self._dispatcher.watch_returned(gemm.module, guard, partial(self._see_attention, gemm))
+            self._dispatcher.watch_output(gemm.module, guard, partial(self._see_attention, gemm))
             if unfused is not None and self._sinks:
                 enter, leave = partial(self._enter, gemm), partial(self._leave, gemm)
                 self._dispatcher.watch_calls(unfused, guard, enter, leave, partial(self._is_emulated, gemm))
@@ -133,12 +135,12 @@ class AttentionCapture:
             self._emulated.add(gemm.name)
         return bool(kwargs.get("fp8"))
 
-    def _enter(self, gemm: Gemm, counted: Pass, args: Args, kwargs: Kwargs) -> None:
+    def _enter(self, gemm: Gemm, counted: ForwardPass, args: Args, kwargs: Kwargs) -> None:
         if counted.counts:
             counted.kept = _Watching([*args, *kwargs.values()], partial(self._take_node, gemm))
-            counted.watch(counted.kept)
+            counted.enter_mode(counted.kept)
 
-    def _leave(self, gemm: Gemm, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+    def _leave(self, gemm: Gemm, counted: ForwardPass, args: Args, kwargs: Kwargs, out: Any) -> None:
         mode, counted.kept = counted.kept, None
         if mode is not None:
             mode.look_at(out if isinstance(out, tuple) else (out,))
@@ -164,7 +166,7 @@ class AttentionCapture:
         elif roles := BACKWARD.get(name):
             # Do not keep the node alive, because it holds tensors that are saved for the backward.
             take = partial(self._take, gemm, roles, quantizer)
-            self._dispatcher.watch_node(node, partial(self._guarded, gemm), before=take)
+            self._dispatcher.watch_autograd_node(node, partial(self._guarded, gemm), before=take)
 
     def _take(self, gemm: Gemm, roles: Sequence[str], quantizer: Any, tensors: Sequence[torch.Tensor | None]) -> None:
         sinks = [self._sinks.get((gemm.name, role)) for role in roles]
@@ -178,41 +180,41 @@ class AttentionCapture:
                 if x is None:
                     raise LookupError("the input of the emulation could not be found")
                 if sink is not None:
-                    sink.add(_as_cast(x.detach(), role, use), next(self._dispatcher.order), use)
+                    sink.add_tensor(_as_cast(x.detach(), role, use), next(self._dispatcher.order), use)
             except Exception as error:
                 self._on_fault(gemm.name, role, error, True)
 
-    def _cast_of(self, gemm: Gemm, roles: Sequence[str], tensors: Sequence[torch.Tensor], quantizer: Any) -> ScaleInUse:
+    def _cast_of(self, gemm: Gemm, roles: Sequence[str], tensors: Sequence[torch.Tensor], quantizer: Any) -> CastInUse:
         """Return the cast of operands that are cast together as one tensor: Q, K and V, or their gradients."""
         like = "grad_output" if roles[0].startswith("grad") else "input"
         try:
             if self._untold:
-                raise UnknownCast(self._untold)
+                raise UnknownCastError(self._untold)
             kind = type(quantizer).__name__
             if quantizer is not None and kind not in (*_PER_TENSOR, *_IN_BLOCKS):
-                raise UnknownCast(f"its quantizer is a {kind}, which is not supported for attention")
-            use = make_cast(quantizer, _recipe_of(gemm.module), like)
+                raise UnknownCastError(f"its quantizer is a {kind}, which is not supported for attention")
+            use = make_quantizer_cast(quantizer, _recipe_of(gemm.module), like)
             if use.amax_group is not None:
-                raise UnknownCast("ranks share its amax, and their reduction was not seen")
+                raise UnknownCastError("ranks share its amax, and their reduction was not seen")
             if len(roles) == 1 or use.source != "engine" or not isinstance(use.scale, CurrentScaling):
                 return use
             if len(tensors) != len(roles):
-                raise UnknownCast("some tensors that are cast together could not be found")
+                raise UnknownCastError("some tensors that are cast together could not be found")
             amax = torch.stack([compute_amax(x) for x in tensors]).max()
-            return replace(use, scale=use.scale.scale(amax, use.format.max))
+            return replace(use, scale=use.scale.compute_scale(amax, use.format.max))
         except Exception as error:
             for role in roles:
                 self._on_fault(gemm.name, role, error, False)
             return make_unknown_cast(like)
 
 
-def _as_cast(x: torch.Tensor, role: str, use: ScaleInUse) -> torch.Tensor:
+def _as_cast(x: torch.Tensor, role: str, use: CastInUse) -> torch.Tensor:
     """Return the tensor transposed so that blocks run along the last dimension.
 
     Args:
         x: Q, K, V or a gradient, [tokens, batch, heads, features] as in the emulation.
     """
-    if isinstance(use.scale, BlockRule) and role in _ALONG_TOKENS:
+    if isinstance(use.scale, BlockScalingRule) and role in _ALONG_TOKENS:
         return x.permute(1, 2, 0, 3).flatten(0, 2).t().contiguous()
     return x
 

@@ -17,7 +17,7 @@ def find_active_ddp() -> Any:
     return getattr(getattr(of, "DistributedDataParallel", None), "_active_ddp_module", None)
 
 
-class Sharded:
+class FSDP2Parameters:
     """The sharded parameters of FSDP2. Each replaces a weight of a module while the weight is not gathered."""
 
     def __init__(self, scanned: Iterable[ScannedModule]) -> None:
@@ -27,11 +27,11 @@ class Sharded:
                 info = one._module_info
                 self._of[id(info.module), info.param_name] = one, group
 
-    def find(self, module: nn.Module, name: str) -> tuple[Any, Any]:
+    def find_fsdp_states(self, module: nn.Module, name: str) -> tuple[Any, Any]:
         """Return FSDP2's states of a parameter, and of the group of parameters that are gathered together with it."""
         return self._of[id(module), name]
 
-    def parameter(self, module: nn.Module, name: str) -> Any:
+    def find_parameter(self, module: nn.Module, name: str) -> Any:
         """Return the sharded parameter, a DTensor, or None if the parameter is not sharded."""
         found = self._of.get((id(module), name))
         return found and found[0].sharded_param
@@ -43,7 +43,7 @@ class Sharded:
         kept = (one.sharded_param.grad, one.unsharded_accumulated_grad, None if own is None else own.grad)
         return any(grad is not None for grad in kept)
 
-    def is_reduced(self, module: nn.Module, name: str) -> bool:
+    def will_reduce_gradient(self, module: nn.Module, name: str) -> bool:
         """Return True if the next backward pass sums the parameter's gradient over all ranks."""
         _, group = self._of[id(module), name]
         return bool(group.reduce_grads and group.all_reduce_grads)

@@ -27,7 +27,7 @@ Bins = tuple[torch.Tensor, torch.Tensor]
 class TensorHolder(Protocol):
     """An object that keeps tensors until their step is measured."""
 
-    def move(self, to: Move) -> None:
+    def move_tensors(self, to: Move) -> None:
         """Replace each tensor by the result of `to`."""
 
 
@@ -45,7 +45,7 @@ class DeviceToHostCopy:
         self._on_device = any(device.type != "cpu" for device in devices)
         self._done = False
 
-    def wait(self) -> None:
+    def finish_copy(self) -> None:
         """Copy all tensors to host memory after the device has finished the step. A second call does nothing."""
         if self._on_device and not self._done:
             self._fetch()
@@ -60,7 +60,7 @@ class DeviceToHostCopy:
             for tensors in _by_device(self._holders):
                 home |= zip(map(id, tensors), copied_to_host(tensors, _to_host), strict=True)
         for holder in self._holders:
-            holder.move(lambda x: home.get(id(x), x))
+            holder.move_tensors(lambda x: home.get(id(x), x))
 
 
 def _mark(device: torch.device) -> torch.cuda.Event:
@@ -80,7 +80,7 @@ def _by_device(holders: Sequence[TensorHolder]) -> list[list[torch.Tensor]]:
         return x
 
     for holder in holders:
-        holder.move(note)
+        holder.move_tensors(note)
     return [list(tensors.values()) for tensors in found.values()]
 
 

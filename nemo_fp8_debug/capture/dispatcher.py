@@ -4,7 +4,7 @@ Observers subscribe to events, and install no hooks themselves:
 
 watch_calls      a module is entered and has returned, in both cases before all other hooks
 watch_ready      a module's forward is about to run: other hooks have gathered or replaced its operands
-watch_returned   a module has returned, after all other hooks
+watch_output   a module has returned, after all other hooks
 watch_gradient   the gradient of an output or of a parameter arrives
 watch_node       a node of the autograd graph is about to run, and has run
 watch_optimizer  any optimizer is about to step, and has stepped
@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from .backends.base import Args, Kwargs
-from .tracing import Hook
+from .tracing import CopySafeHook
 
 #: returns a context that keeps a subscriber's exceptions out of the run
 Guard = Callable[[], AbstractContextManager[Any]]
@@ -50,7 +50,7 @@ class TransformedForwardError(Exception):
     """
 
 
-class Mode(Protocol):
+class TorchMode(Protocol):
     """A mode of torch that observes the operations inside a forward."""
 
     def begin(self) -> None:
@@ -61,7 +61,7 @@ class Mode(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Pass:
+class ForwardPass:
     """A call of a module's forward as seen by one observer. A recompute shares the pass of the first forward."""
 
     #: place in the order of execution
@@ -71,9 +71,9 @@ class Pass:
     #: the observer's own data
     kept: Any = None
     #: modes that have not begun yet
-    modes: Sequence[Mode] = ()
+    modes: Sequence[TorchMode] = ()
 
-    def watch(self, mode: Mode) -> None:
+    def enter_mode(self, mode: TorchMode) -> None:
         """Begin a mode after all subscribers have run. End the mode when the module returns."""
         self.modes = [*self.modes, mode]
 
@@ -83,8 +83,8 @@ class _Observer:
     """A subscriber to the calls of a module."""
 
     guard: Guard
-    entered: Callable[[Pass, Args, Kwargs], None]
-    left: Callable[[Pass, Args, Kwargs, Any], None]
+    entered: Callable[[ForwardPass, Args, Kwargs], None]
+    left: Callable[[ForwardPass, Args, Kwargs, Any], None]
     applies: Callable[[Kwargs], bool] | None
 
 
@@ -96,11 +96,11 @@ class _Call:
     def __init__(self) -> None:
         self.kind: int | None = None
         #: passes by observer
-        self.passes: dict[_Observer, Pass] = {}
-        self.modes: Sequence[tuple[_Observer, Mode]] = ()
+        self.passes: dict[_Observer, ForwardPass] = {}
+        self.modes: Sequence[tuple[_Observer, TorchMode]] = ()
 
     def begin_modes(self) -> None:
-        """Begin the modes that observers have passed to `Pass.watch`.
+        """Begin the modes that observers have passed to `ForwardPass.enter_mode`.
 
         Call this outside of guards, because guards leave all modes and enter them again.
         """
@@ -131,7 +131,7 @@ class _Module:
         self.returned: Sequence[tuple[Guard, Callable[..., None]]] = ()
         self.calls: list[_Call] = []
         #: passes under `no_grad` whose recompute may still come, in order
-        self.waiting: Sequence[dict[_Observer, Pass]] = ()
+        self.waiting: Sequence[dict[_Observer, ForwardPass]] = ()
         #: whether a pass outside of backward has counted, so that a recompute must not count
         self.has_counted = False
 
@@ -161,7 +161,7 @@ class _Module:
         return _COUNTED
 
 
-class EventHook:
+class GraphHook:
     """A hook on a tensor or an autograd node, which keeps neither of them alive."""
 
     __slots__ = ("__weakref__", "_call", "_guard", "is_inside")
@@ -178,12 +178,12 @@ class EventHook:
             with self._guard():
                 call(*arguments)
 
-    def forget(self) -> None:
+    def release_references(self) -> None:
         """Do nothing from now on, and release all references, because the graph may outlive the step."""
         self._call, self._guard = None, contextlib.nullcontext
 
 
-class Dispatcher:
+class EventDispatcher:
     """The events of one sampled step."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class Dispatcher:
         self._modules: dict[nn.Module, _Module] = {}
         self._optimizer: dict[str, list[tuple[Guard, Callable[[Any], None]]]] = {}
         # Hooks on tensors and nodes disappear with these objects after a micro-batch, so a weak set is enough.
-        self._on_graph: weakref.WeakSet[EventHook] = weakref.WeakSet()
+        self._on_graph: weakref.WeakSet[GraphHook] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._undo = contextlib.ExitStack()
         self._undo.callback(self._forget)
@@ -201,8 +201,8 @@ class Dispatcher:
         self,
         module: nn.Module,
         guard: Guard,
-        entered: Callable[[Pass, Args, Kwargs], None],
-        left: Callable[[Pass, Args, Kwargs, Any], None],
+        entered: Callable[[ForwardPass, Args, Kwargs], None],
+        left: Callable[[ForwardPass, Args, Kwargs, Any], None],
         applies: Callable[[Kwargs], bool] | None = None,
     ) -> None:
         """Observe each forward of a module that counts, and each first forward whose recompute will count.
@@ -216,7 +216,7 @@ class Dispatcher:
         """
         watched, hold = self._watched(module), self._handles.append
         if not watched.observers:
-            enter, leave = (Hook(partial(f, watched), module) for f in (self._enter, self._leave))
+            enter, leave = (CopySafeHook(partial(f, watched), module) for f in (self._enter, self._leave))
             hold(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             hold(module.register_forward_hook(leave, prepend=True, with_kwargs=True, always_call=True))
         watched.observers = [_Observer(guard, entered, left, applies), *watched.observers]
@@ -225,15 +225,15 @@ class Dispatcher:
         """Call `call` before each forward of a module, after all existing pre-hooks."""
         watched = self._watched(module)
         if not watched.ready:
-            hook = Hook(partial(self._prepare, watched), module)
+            hook = CopySafeHook(partial(self._prepare, watched), module)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         watched.ready = [*watched.ready, (guard, call)]
 
-    def watch_returned(self, module: nn.Module, guard: Guard, call: Callable[[Any], None]) -> None:
+    def watch_output(self, module: nn.Module, guard: Guard, call: Callable[[Any], None]) -> None:
         """Call `call` with the output of each forward of a module, after all existing forward hooks."""
         watched = self._watched(module)
         if not watched.returned:
-            hook = Hook(partial(self._return, watched), module)
+            hook = CopySafeHook(partial(self._return, watched), module)
             self._handles.append(module.register_forward_hook(hook))
         watched.returned = [*watched.returned, (guard, call)]
 
@@ -251,7 +251,7 @@ class Dispatcher:
         else:
             x.register_hook(hook)
 
-    def watch_node(
+    def watch_autograd_node(
         self, node: Any, guard: Guard, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
     ) -> None:
         """Call `before` right before an autograd node runs, and `after` when it has run. Do not keep the node alive."""
@@ -274,7 +274,7 @@ class Dispatcher:
             if call is not None:
                 self._optimizer[name].append((guard, call))
 
-    def after_backward(self, guard: Guard, call: Callable[[], None]) -> None:
+    def call_after_backward(self, guard: Guard, call: Callable[[], None]) -> None:
         """Call `call` after the current backward pass and the engine's own callbacks."""
         _queue(self._on_graph_hook(guard, call), _LAST_CALLBACK)
 
@@ -293,8 +293,8 @@ class Dispatcher:
             self._modules[module] = _Module()
         return self._modules[module]
 
-    def _on_graph_hook(self, guard: Guard, call: Callable[..., None], is_inside: bool = False) -> EventHook:
-        hook = EventHook(guard, call, is_inside)
+    def _on_graph_hook(self, guard: Guard, call: Callable[..., None], is_inside: bool = False) -> GraphHook:
+        hook = GraphHook(guard, call, is_inside)
         self._on_graph.add(hook)
         return hook
 
@@ -307,7 +307,9 @@ class Dispatcher:
                     observer.entered(seen, args, kwargs)
         call.begin_modes()
 
-    def _see(self, watched: _Module, module: nn.Module, call: _Call, observer: _Observer, kwargs: Kwargs) -> Pass | None:
+    def _see(
+        self, watched: _Module, module: nn.Module, call: _Call, observer: _Observer, kwargs: Kwargs
+    ) -> ForwardPass | None:
         if observer.applies is not None and not observer.applies(kwargs):
             return None
         if call.kind is None:
@@ -315,7 +317,7 @@ class Dispatcher:
         if call.kind == _TRANSFORMED:
             raise TransformedForwardError
         if call.kind in (_COUNTED, _FIRST):
-            seen = call.passes[observer] = Pass(next(self.order), call.kind == _COUNTED)
+            seen = call.passes[observer] = ForwardPass(next(self.order), call.kind == _COUNTED)
             return seen
         if (earlier := call.passes.get(observer)) is not None:
             earlier.counts = True
@@ -352,7 +354,7 @@ class Dispatcher:
 
     def _forget(self) -> None:
         for hook in list(self._on_graph):
-            hook.forget()
+            hook.release_references()
         for watched in self._modules.values():
             for call in watched.calls:  # an interrupt skips forward hooks
                 call.end_modes()

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..core.arguments import quote_names
-from ..core.layer_names import compile_patterns
+from ..core.layer_names import compile_layer_patterns
 from ..errors import ConfigError
-from .backends import BACKENDS, Backend
+from .backends import BACKENDS, FrameworkBackend
 from .backends.base import is_plain_tensor, read_raw_weight
 from .backends.in_forward import is_weight_computed
-from .backends.parallel import find_first_expert
+from .backends.parallel import find_first_expert_index
 from .patching import find_emulation
 from .scan import ScannedModule, scan_modules
 
@@ -26,7 +26,7 @@ class Gemm:
     #: global, stable name: without wrappers, and with the layer's 0-based index over all pipeline stages
     name: str
     module: nn.Module
-    backend: Backend
+    backend: FrameworkBackend
     #: whether the module runs inside torch.compile, where a hook would become part of the graph and change it
     compiled: bool = False
     #: part of the module that is this GEMM, or "" if the module has only one GEMM
@@ -39,7 +39,7 @@ class Gemm:
         return name.rpartition(".")[2]
 
     @property
-    def unseen(self) -> Collection[str]:
+    def unobserved_roles(self) -> Collection[str]:
         """Roles that hooks cannot observe."""
         return self.backend.unseen(self.module, self.part)
 
@@ -51,13 +51,13 @@ def find_gemms(roots: Sequence[nn.Module], in_forward: bool = False) -> list[Gem
         roots: the model, or its chunks if a virtual pipeline splits it.
         in_forward: whether to include GEMMs whose operands exist only inside their module's forward.
     """
-    return list_gemms(scan_modules(roots), in_forward)
+    return list_scanned_gemms(scan_modules(roots), in_forward)
 
 
-def list_gemms(scanned: Iterable[ScannedModule], in_forward: bool = False) -> list[Gemm]:
+def list_scanned_gemms(scanned: Iterable[ScannedModule], in_forward: bool = False) -> list[Gemm]:
     """Return the result of `find_gemms` for a model that is already scanned."""
     return [
-        Gemm(one.name + _part_of_name(part, len(parts)), one.module, backend, one.compiled, part)
+        Gemm(one.global_name + _part_of_name(part, len(parts)), one.module, backend, one.compiled, part)
         for one in scanned
         if (backend := next((h for h in BACKENDS if h.owns(one.module)), None)) and (in_forward or not backend.in_forward)
         for parts in (backend.parts(one.module),)
@@ -65,7 +65,7 @@ def list_gemms(scanned: Iterable[ScannedModule], in_forward: bool = False) -> li
     ]
 
 
-def is_seen_in_forward(gemm: Gemm) -> bool:
+def is_observed_in_forward(gemm: Gemm) -> bool:
     """Return True if operands are observed inside the module's forward, at the torch operators that multiply them."""
     if gemm.backend.in_forward:
         return True
@@ -79,16 +79,16 @@ def is_seen_in_forward(gemm: Gemm) -> bool:
 
 def _part_of_name(part: str, parts: int) -> str:
     """Return the suffix that a part adds to the GEMM's name. Experts are numbered over all ranks."""
-    number = str(int(part) + find_first_expert(parts)) if part.isdigit() else part
+    number = str(int(part) + find_first_expert_index(parts)) if part.isdigit() else part
     return f".{number}" if number else ""
 
 
-def find_unknown_gemms(scanned: Iterable[ScannedModule]) -> dict[str, str]:
+def find_unsupported_gemms(scanned: Iterable[ScannedModule]) -> dict[str, str]:
     """Return the class of each unsupported module, by name.
 
     These modules have a matrix and belong to a framework that quantizes on its own, but no backend supports them.
     """
-    found = {one.name: one.module for one in scanned if one.holder}
+    found = {one.global_name: one.module for one in scanned if one.holder}
     return {
         name: f"{type(module).__module__}.{type(module).__qualname__}"
         for name, module in found.items()
@@ -98,20 +98,20 @@ def find_unknown_gemms(scanned: Iterable[ScannedModule]) -> dict[str, str]:
     }
 
 
-def match_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
+def match_gemms_by_name(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
     """Return the GEMMs whose names match a pattern. The list may be empty."""
-    matches = compile_patterns(patterns)
+    matches = compile_layer_patterns(patterns)
     return [g for g in gemms if matches(g.name)]
 
 
-def select_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
+def require_matching_gemms(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
     """Return the GEMMs whose names match a pattern.
 
     Raises:
         ConfigError: no name matches. The message lists similar names.
     """
     gemms = list(gemms)
-    chosen = match_gemms(gemms, patterns)
+    chosen = match_gemms_by_name(gemms, patterns)
     if not gemms:
         known = ", ".join(h.name for h in BACKENDS)
         raise ConfigError(f"the model has no supported GEMM layer (supported: {known})")

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .dispatcher import Dispatcher
-from .patching import Watcher, watch_calls
+from .dispatcher import EventDispatcher
+from .patching import Watcher, watch_function_calls
 
 #: relative rounding error of a multiplier, which is a product of rounded factors
 _ROUNDING = 1e-6
 
 
-class GradScale:
+class GradientMultiplier:
     """The gradient multiplier of one sampled step."""
 
     def __init__(
@@ -32,12 +32,12 @@ class GradScale:
         roots: Sequence[nn.Module],
         compiled: Collection[int],
         guarded: Callable[[], AbstractContextManager[None]],
-        dispatcher: Dispatcher,
+        dispatcher: EventDispatcher,
     ) -> None:
         """
         Args:
             roots: the model, or its chunks.
-            compiled: the result of `find_compiled_by_now`.
+            compiled: the result of `find_compiled_modules`.
             guarded: returns a context that keeps an exception out of the training loop.
             dispatcher: dispatcher of the step.
         """
@@ -49,10 +49,12 @@ class GradScale:
     def subscribe(self) -> None:
         """Watch for losses from now on."""
         for root in self._roots:
-            self._dispatcher.watch_returned(root, self._guarded, self._see_output)
+            self._dispatcher.watch_output(root, self._guarded, self._see_output)
         schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if schedules is not None:
-            self._dispatcher.call_after_step(watch_calls(schedules, "forward_step", _forward_step, self._see_result))
+            self._dispatcher.call_after_step(
+                watch_function_calls(schedules, "forward_step", _forward_step, self._see_result)
+            )
 
     def add_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Watch a loss that will be backpropagated. Such losses have precedence over losses in the output of root modules.
@@ -64,7 +66,7 @@ class GradScale:
         with self._guarded():
             self._watch(loss, tokens, self._of_shown)
 
-    def value(self) -> torch.Tensor | None:
+    def compute_multiplier(self) -> torch.Tensor | None:
         """Return the multiplier, a float64 scalar on the loss's device. It is NaN if micro-batches differ or overflow.
 
         Return None if no loss was seen."""
@@ -135,7 +137,7 @@ def read_loss_scale(scaler: Any) -> Any:
     return scaler._init_scale if scale is None else scale.detach().clone()
 
 
-def was_skipped(before: Any, scaler: Any) -> Any:
+def was_optimizer_step_skipped(before: Any, scaler: Any) -> Any:
     """Return whether the optimizer skipped its step after the scale was `before`. Only a skip makes the scale fall.
 
     The result is on the scale's device.

@@ -24,13 +24,22 @@ import torch
 from torch import nn
 
 from ..core.error_guard import Fault, OperandGuard
-from .backends.base import Args, Backend, Kwargs, ScaleInUse, StoredCodes, UnknownCast, is_gathered_later, make_unknown_cast
-from .dispatcher import Dispatcher, Guard, Mode, Pass
+from .backends.base import (
+    Args,
+    CastInUse,
+    FrameworkBackend,
+    Kwargs,
+    StoredCodes,
+    UnknownCastError,
+    make_unknown_cast,
+    may_be_gathered_later,
+)
+from .dispatcher import EventDispatcher, ForwardPass, Guard, TorchMode
 from .gemms import Gemm
-from .operator_mode import AmaxReductions, Reduced, apply_shared_amax, defer_until_backward, defer_until_node
+from .operator_mode import AmaxReductionMode, Reduced, apply_shared_amax, defer_until_backward, defer_until_node
 from .optimizer_weights import MasterWeights, choose_measured_weight
 from .patching import find_emulation
-from .tensors import view_as_multiplied
+from .tensors import cast_like_autocast
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -40,7 +49,7 @@ class OperandSink(Protocol):
 
     gemm: Gemm
 
-    def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None) -> None:
+    def add_tensor(self, x: torch.Tensor, order: int, use: CastInUse | None) -> None:
         """Take a tensor. Keep no reference to it, because it may change.
 
         Args:
@@ -59,13 +68,13 @@ class ProductSink(Protocol):
     def has_checked_sums(self) -> bool:
         """Return True if the module sums its output over ranks, and we check this sum's terms."""
 
-    def watch_sums(self) -> Mode | None:
+    def make_unreduced_result_mode(self) -> TorchMode | None:
         """Return a mode that observes sums over ranks in the next call, or None if we do not check them."""
 
     def begin_call(self, args: Args, kwargs: Kwargs) -> None:
         """Prepare for a forward call that counts."""
 
-    def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
+    def add_operand(self, role: str, x: torch.Tensor, call: int, use: CastInUse | None) -> None:
         """Take an operand. Copy what is needed, because the tensor may change later.
 
         Args:
@@ -83,10 +92,10 @@ class ProductSink(Protocol):
         """
 
 
-class CopySink(Protocol):
+class ReplicaSink(Protocol):
     """A receiver of this rank's X and W of all GEMMs."""
 
-    def see(self, name: str, role: str, x: torch.Tensor) -> None:
+    def add_tensor(self, name: str, role: str, x: torch.Tensor) -> None:
         """Take a tensor. Copy what is needed, because the tensor may change later."""
 
     def add_stored_weight(self, name: str, stored: StoredCodes) -> None:
@@ -102,11 +111,11 @@ class _WatchedGemm:
     sinks: dict[str, OperandSink]
     products: ProductSink | None
     #: determines how the engine casts, if reading casts is enabled and supported
-    cast: Callable[..., Callable[[], ScaleInUse]] | None
+    cast: Callable[..., Callable[[], CastInUse]] | None
     #: guards the work on dY
     guard: Guard
     #: cast of W in the first call of the step
-    weight_cast: ScaleInUse | None = None
+    weight_cast: CastInUse | None = None
     #: whether a weight stored as codes was observed
     stored_seen: bool = False
 
@@ -121,7 +130,7 @@ class _WatchedModule:
     """How we observe one module in this step. This is decided when the step begins."""
 
     module: nn.Module
-    backend: Backend
+    backend: FrameworkBackend
     gemms: list[_WatchedGemm]
     #: whether we observe X only after the forward, because X or its cast is unknown before
     takes_inputs_later: bool
@@ -130,7 +139,7 @@ class _WatchedModule:
     #: whether operands are ready only between the hooks of a sharding engine
     is_sharded: bool = False
     #: the call that is running
-    running: Pass | None = None
+    running: ForwardPass | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -142,9 +151,9 @@ class _KeptOfCall:
     #: weights by GEMM, while the forward runs
     weights: Mapping[str, torch.Tensor | None]
     #: casts of X and W by GEMM and role, if the backend can determine them; None before the call has returned
-    casts: dict[tuple[str, str], ScaleInUse] | None = None
+    casts: dict[tuple[str, str], CastInUse] | None = None
     #: watches amaxes that ranks share
-    reductions: AmaxReductions | None = None
+    reductions: AmaxReductionMode | None = None
 
 
 class OperandCapture:
@@ -154,11 +163,11 @@ class OperandCapture:
         self,
         sinks: Mapping[tuple[str, str], OperandSink],
         on_fault: Fault,
-        dispatcher: Dispatcher,
+        dispatcher: EventDispatcher,
         read_casts: bool = True,
         products: Mapping[str, ProductSink] | None = None,
         masters: MasterWeights | None = None,
-        copies: CopySink | None = None,
+        copies: ReplicaSink | None = None,
     ) -> None:
         """
         Args:
@@ -185,7 +194,7 @@ class OperandCapture:
         gemms, acted_on = list[_WatchedGemm](), find_emulation(module) is not None
         for name, of_roles in sinks.items():
             gemm = next(iter(of_roles.values())).gemm
-            seen = {role: sink for role, sink in of_roles.items() if role not in gemm.unseen}
+            seen = {role: sink for role, sink in of_roles.items() if role not in gemm.unobserved_roles}
             told = self._read_casts and not acted_on and gemm.backend.cast is not None and not gemm.backend.foreign(module)
             cast = gemm.backend.cast if told else None
             guard = partial(OperandGuard, self._on_fault, name, "grad_output", True)
@@ -211,28 +220,28 @@ class OperandCapture:
     def _guarded(self, name: str, role: str, lost: bool = True) -> OperandGuard:
         return OperandGuard(self._on_fault, name, role, lost)
 
-    def _enter(self, watched: _WatchedModule, call: Pass, args: Args, kwargs: Kwargs) -> None:
+    def _enter(self, watched: _WatchedModule, call: ForwardPass, args: Args, kwargs: Kwargs) -> None:
         watched.running = call if call.counts else None
         kept = call.kept = call.kept or _KeptOfCall(_NOTHING, _NOTHING)
         kept.arguments = watched.backend.arguments(watched.module, args, kwargs)
         if watched.shares_amax:
-            kept.reductions = AmaxReductions()
-            call.watch(kept.reductions)
+            kept.reductions = AmaxReductionMode()
+            call.enter_mode(kept.reductions)
         if not call.counts:
             return
         for one in watched.gemms:
             if one.products:
                 one.products.begin_call(args, kwargs)
         kept.weights = self._find_weights(watched, args, kwargs)
-        if not watched.is_sharded and any(is_gathered_later(watched.module, weight) for weight in kept.weights.values()):
+        if not watched.is_sharded and any(may_be_gathered_later(watched.module, weight) for weight in kept.weights.values()):
             watched.is_sharded = watched.takes_inputs_later = True
         if not watched.takes_inputs_later:
             self._take_inputs(watched, call, args, kwargs)
 
     def _watch_sums(self, watched: _WatchedModule, products: ProductSink, args: Args, kwargs: Kwargs) -> None:
-        mode = products.watch_sums()
+        mode = products.make_unreduced_result_mode()
         if mode is not None and watched.running is not None:
-            watched.running.watch(mode)
+            watched.running.enter_mode(mode)
 
     def _find_weights(self, watched: _WatchedModule, args: Args, kwargs: Kwargs) -> dict[str, torch.Tensor | None]:
         found: dict[str, torch.Tensor | None] = {}
@@ -241,19 +250,19 @@ class OperandCapture:
                 found[one.name] = one.gemm.backend.weight(watched.module, args, kwargs, one.gemm.part)
         return found
 
-    def _take_inputs(self, watched: _WatchedModule, call: Pass, args: Args, kwargs: Kwargs) -> None:
+    def _take_inputs(self, watched: _WatchedModule, call: ForwardPass, args: Args, kwargs: Kwargs) -> None:
         for one in watched.gemms:
             if "input" in one.sinks:
                 with self._guarded(one.name, "input"):
                     self._take(one, "input", one.gemm.backend.input(watched.module, args, kwargs, one.gemm.part), call)
 
-    def _take(self, watched: _WatchedGemm, role: str, x: torch.Tensor | None, call: Pass) -> None:
+    def _take(self, watched: _WatchedGemm, role: str, x: torch.Tensor | None, call: ForwardPass) -> None:
         if (sink := watched.sinks.get(role)) and x is not None:
-            x = x if watched.gemm.backend.has_own_fp8 else view_as_multiplied(x)
+            x = x if watched.gemm.backend.has_own_fp8 else cast_like_autocast(x)
             use = (call.kept.casts or {}).get((watched.name, role))
-            sink.add(x, call.order + (role == "weight"), use)
+            sink.add_tensor(x, call.order + (role == "weight"), use)
             if self._copies:
-                self._copies.see(watched.name, role, x)
+                self._copies.add_tensor(watched.name, role, x)
             _multiply(watched, role, x, call, use)
 
     def _note_casts(self, watched: _WatchedModule, out: Any, kept: _KeptOfCall) -> None:
@@ -276,7 +285,7 @@ class OperandCapture:
 
     def _cast_reader(
         self, watched: _WatchedGemm, kwargs: Kwargs, role: str, out: Any
-    ) -> Callable[[Reduced], ScaleInUse] | None:
+    ) -> Callable[[Reduced], CastInUse] | None:
         """Return a function that determines the cast of a role in a call, or None if the backend never quantizes."""
         if watched.cast is None or role not in watched.sinks:
             return None
@@ -285,17 +294,17 @@ class OperandCapture:
             if gemm.backend.untold not in self._untold:
                 self._untold[gemm.backend.untold] = gemm.backend.untold()
             if why := self._untold[gemm.backend.untold]:
-                raise UnknownCast(why)
+                raise UnknownCastError(why)
             read = watched.cast(gemm.module, kwargs, gemm.part, role, gemm.backend.output(out))
             return partial(self._known_cast, gemm.name, role, read)
         return lambda reduced: make_unknown_cast(role)
 
-    def _known_cast(self, name: str, role: str, read: Callable[[], ScaleInUse], reduced: Reduced = ()) -> ScaleInUse:
+    def _known_cast(self, name: str, role: str, read: Callable[[], CastInUse], reduced: Reduced = ()) -> CastInUse:
         with self._guarded(name, role, lost=False):
             return apply_shared_amax(read(), reduced)
         return make_unknown_cast(role)
 
-    def _leave(self, watched: _WatchedModule, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+    def _leave(self, watched: _WatchedModule, call: ForwardPass, args: Args, kwargs: Kwargs, out: Any) -> None:
         watched.running, kept = None, call.kept
         weights, kept.weights = kept.weights, _NOTHING
         self._note_casts(watched, out, kept)
@@ -318,18 +327,18 @@ class OperandCapture:
                 with self._guarded(one.name, "input"):
                     one.products.end_call(call.order, (args, kwargs), weights.get(one.name), out)
 
-    def _take_stored(self, watched: _WatchedGemm, stored: StoredCodes, call: Pass) -> None:
+    def _take_stored(self, watched: _WatchedGemm, stored: StoredCodes, call: ForwardPass) -> None:
         if watched.stored_seen or not (sink := watched.sinks.get("weight")):
             return
         watched.stored_seen = True
         x, use, multiplied = choose_measured_weight(stored, self._masters)
-        sink.add(x, call.order + 1, use)
+        sink.add_tensor(x, call.order + 1, use)
         if self._copies:
             self._copies.add_stored_weight(watched.name, stored)
-        _multiply(watched, "weight", x if multiplied is use else stored.decoded().values, call, multiplied)
+        _multiply(watched, "weight", x if multiplied is use else stored.decode_values().values, call, multiplied)
 
     def _watch_gradient(
-        self, watched: _WatchedModule, one: _WatchedGemm, call: Pass, args: Args, kwargs: Kwargs, out: Any
+        self, watched: _WatchedModule, one: _WatchedGemm, call: ForwardPass, args: Args, kwargs: Kwargs, out: Any
     ) -> None:
         backend = watched.backend
         y = backend.output(out)
@@ -346,10 +355,10 @@ class OperandCapture:
     def _see_gradient(
         self,
         watched: _WatchedGemm,
-        call: Pass,
+        call: ForwardPass,
         args: Args,
         kwargs: Kwargs,
-        read: Callable[[Reduced], ScaleInUse] | None,
+        read: Callable[[Reduced], CastInUse] | None,
         wait: Callable[[Callable[[Reduced], None]], None] | None,
         grad: torch.Tensor,
     ) -> None:
@@ -363,20 +372,20 @@ class OperandCapture:
         self,
         watched: _WatchedGemm,
         dy: torch.Tensor,
-        call: Pass,
-        read: Callable[[Reduced], ScaleInUse] | None,
+        call: ForwardPass,
+        read: Callable[[Reduced], CastInUse] | None,
         reduced: Reduced,
     ) -> None:
         """Observe dY as soon as its cast is known: immediately or, if ranks share its amax, after the node's backward."""
         with self._guarded(watched.name, "grad_output"):
             use = read(reduced) if read else None
-            watched.sinks["grad_output"].add(dy, next(self._dispatcher.order), use)
+            watched.sinks["grad_output"].add_tensor(dy, next(self._dispatcher.order), use)
             _multiply(watched, "grad_output", dy, call, use)
 
 
-def _multiply(watched: _WatchedGemm, role: str, x: torch.Tensor, call: Pass, use: ScaleInUse | None) -> None:
+def _multiply(watched: _WatchedGemm, role: str, x: torch.Tensor, call: ForwardPass, use: CastInUse | None) -> None:
     if watched.products:
-        watched.products.add(role, x, call.order, use)
+        watched.products.add_operand(role, x, call.order, use)
 
 
 def _by_module(

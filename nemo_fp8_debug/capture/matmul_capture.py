@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..core.error_guard import Fault, OperandGuard
-from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, make_unknown_cast, read_raw_weight
-from .backends.in_forward import is_weight_computed, parameter_name, parameter_names, read_parameter
-from .dispatcher import Dispatcher, Pass
+from .backends.base import Args, CastInUse, Kwargs, UnknownCastError, make_unknown_cast, read_raw_weight
+from .backends.in_forward import find_parameter_name, is_weight_computed, list_parameter_names, read_parameter
+from .dispatcher import EventDispatcher, ForwardPass
 from .gemms import Gemm
 from .hooks import OperandSink, ProductSink
-from .matmuls import Matmul, Matmuls
-from .tensors import is_dtensor, view_as_multiplied
+from .matmuls import Matmul, MatmulMode
+from .tensors import cast_like_autocast, is_dtensor
 
 _COMPUTED = "its module computes it with operators that may quantize"
 
@@ -33,22 +33,22 @@ _COMPUTED = "its module computes it with operators that may quantize"
 class _SeenCall:
     """A forward call that counts."""
 
-    counted: Pass
-    mode: Matmuls | None = None
+    counted: ForwardPass
+    mode: MatmulMode | None = None
     #: names of GEMMs whose products were observed
     seen: set[str] = field(default_factory=set)
     #: whether we know that nothing in this forward has quantized the gradients of its products
     gradients_are_told: bool = False
 
 
-class MatmulCapture:
+class InForwardMatmulCapture:
     """An observer of modules that multiply inside their forward, in one sampled step."""
 
     def __init__(
         self,
         sinks: Mapping[tuple[str, str], OperandSink],
         on_fault: Fault,
-        dispatcher: Dispatcher,
+        dispatcher: EventDispatcher,
         read_casts: bool = True,
         products: Mapping[str, ProductSink] | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class MatmulCapture:
         """Observe calls from now on."""
         by_module: dict[nn.Module, dict[str, Gemm]] = defaultdict(dict)
         for sink in self._sinks.values():
-            for name in parameter_names(sink.gemm.module, sink.gemm.part):
+            for name in list_parameter_names(sink.gemm.module, sink.gemm.part):
                 by_module[sink.gemm.module][name] = sink.gemm
         for module, gemms in by_module.items():
             guard = partial(self._guarded, next(iter(gemms.values())), "input")
@@ -73,14 +73,14 @@ class MatmulCapture:
     def _guarded(self, gemm: Gemm, role: str) -> OperandGuard:
         return OperandGuard(self._on_fault, gemm.name, role, True)
 
-    def _enter(self, module: nn.Module, gemms: Mapping[str, Gemm], counted: Pass, args: Args, kwargs: Kwargs) -> None:
+    def _enter(self, module: nn.Module, gemms: Mapping[str, Gemm], counted: ForwardPass, args: Args, kwargs: Kwargs) -> None:
         if counted.counts:
             call = counted.kept = _SeenCall(counted)
-            call.mode = Matmuls(module, gemms, (args, kwargs), partial(self._take_product, gemms, call))
-            counted.watch(call.mode)
+            call.mode = MatmulMode(module, gemms, (args, kwargs), partial(self._take_product, gemms, call))
+            counted.enter_mode(call.mode)
 
     def _leave(
-        self, module: nn.Module, gemms: Mapping[str, Gemm], counted: Pass, args: Args, kwargs: Kwargs, out: Any
+        self, module: nn.Module, gemms: Mapping[str, Gemm], counted: ForwardPass, args: Args, kwargs: Kwargs, out: Any
     ) -> None:
         call, counted.kept = counted.kept, None
         if call is None or call.mode is None:
@@ -127,18 +127,18 @@ class MatmulCapture:
         """
         if sink := self._sinks.get((gemm.name, role)):
             use = self._use(gemm, role, untold)
-            sink.add(x, place + (role == "weight"), use)
+            sink.add_tensor(x, place + (role == "weight"), use)
             self._multiply(gemm, role, x, place, use)
 
-    def _use(self, gemm: Gemm, role: str, untold: str) -> ScaleInUse | None:
+    def _use(self, gemm: Gemm, role: str, untold: str) -> CastInUse | None:
         if not untold or not self._read_casts:
             return None
-        self._on_fault(gemm.name, role, UnknownCast(untold), False)
+        self._on_fault(gemm.name, role, UnknownCastError(untold), False)
         return make_unknown_cast(role)
 
-    def _multiply(self, gemm: Gemm, role: str, x: torch.Tensor, place: int, use: ScaleInUse | None) -> None:
+    def _multiply(self, gemm: Gemm, role: str, x: torch.Tensor, place: int, use: CastInUse | None) -> None:
         if products := self._products.get(gemm.name):
-            products.add(role, x, place, use)
+            products.add_operand(role, x, place, use)
 
     def _hook_gradient(self, gemm: Gemm, call: _SeenCall, place: int, turned: bool, out: torch.Tensor, hooked: bool) -> None:
         sink = self._sinks.get((gemm.name, "grad_output"))
@@ -149,7 +149,7 @@ class MatmulCapture:
             told = call.gradients_are_told and not hooked
             use = self._use(gemm, "grad_output", "" if told else gemm.backend.foreign(gemm.module) or _COMPUTED)
             dy = grad.transpose(-1, -2) if turned else grad
-            sink.add(dy, next(self._dispatcher.order), use)
+            sink.add_tensor(dy, next(self._dispatcher.order), use)
             self._multiply(gemm, "grad_output", dy, place, use)
 
         if sink is not None and out.requires_grad:
@@ -161,10 +161,10 @@ class MatmulCapture:
         with self._guarded(gemm, "input"):
             x = gemm.backend.input(gemm.module, args, kwargs, gemm.part)
             if x is not None:
-                self._add(gemm, "input", view_as_multiplied(x), call.counted.order, why)
+                self._add(gemm, "input", cast_like_autocast(x), call.counted.order, why)
         with self._guarded(gemm, "weight"):
             if (weight := read_raw_weight(gemm.module)) is not None:
-                self._add(gemm, "weight", view_as_multiplied(weight), call.counted.order, why)
+                self._add(gemm, "weight", cast_like_autocast(weight), call.counted.order, why)
         with self._guarded(gemm, "grad_output"):
             self._hook_gradient(gemm, call, call.counted.order, False, gemm.backend.output(out), True)
 
@@ -175,7 +175,7 @@ def _check_rows(gemm: Gemm) -> None:
     Raises:
         TypeError: ranks split the parameter in another way, and it is unknown which rank counts X and dY.
     """
-    parameter: Any = read_parameter(gemm.module, parameter_name(gemm.module, gemm.part))
+    parameter: Any = read_parameter(gemm.module, find_parameter_name(gemm.module, gemm.part))
     if is_dtensor(parameter):
         apart = all(p.is_replicate() or (p.is_shard(0) and parameter.dim() == 3) for p in parameter.placements)
         if not apart or all(p.is_replicate() for p in parameter.placements):

@@ -23,9 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from ..core.error_guard import leave_modes, restore_modes
+from ..core.error_guard import leave_dispatch_modes, restore_dispatch_modes
 from .backends.in_forward import read_parameter
-from .dispatcher import EventHook
+from .dispatcher import GraphHook
 from .operator_mode import is_dtensor_call
 from .scan import scan_modules
 from .tensors import is_dtensor
@@ -51,7 +51,7 @@ class Matmul:
     turned: bool
 
 
-class Matmuls(TorchDispatchMode):
+class MatmulMode(TorchDispatchMode):
     """A mode that finds the products in one forward call."""
 
     def __init__(
@@ -105,11 +105,11 @@ class Matmuls(TorchDispatchMode):
             return NotImplemented
         if not self._on or any(isinstance(x, FakeTensor) for x in args):
             return func(*args, **kwargs)
-        modes = leave_modes()
+        modes = leave_dispatch_modes()
         try:
             self._before(func, args)
         finally:
-            restore_modes(modes)
+            restore_dispatch_modes(modes)
         out = func(*args, **kwargs)
         with contextlib.suppress(Exception):  # after an error, the origin of the results is unknown
             self._flow.follow(func, args, kwargs, out)
@@ -143,7 +143,7 @@ class Matmuls(TorchDispatchMode):
 
     def _is_of_this_forward(self, x: torch.Tensor) -> bool:
         hooks = (x._backward_hooks or {}).values()
-        mine = all(isinstance(hook, EventHook) and hook.is_inside for hook in hooks)
+        mine = all(isinstance(hook, GraphHook) and hook.is_inside for hook in hooks)
         return not mine and x.grad_fn is not None and x.untyped_storage()._cdata not in self._input_memory
 
     def _begin_parameters(self) -> None:
@@ -151,7 +151,7 @@ class Matmuls(TorchDispatchMode):
         for one in self._scanned:
             for key, value in (*one.module._parameters.items(), *one.module._buffers.items()):
                 if value is not None and type(local_of(value)) in (torch.Tensor, nn.Parameter):
-                    self._flow.begin_parameter(local_of(value), f"{one.path}.{key}" if one.path else key)
+                    self._flow.begin_parameter(local_of(value), f"{one.path_in_root}.{key}" if one.path_in_root else key)
 
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> Matmul | None:
         of_a, of_b = (self._flow.find_origin(x) or Origin(UNTOLD) for x in (a, b))

@@ -10,20 +10,20 @@ import torch
 from ..core.keys import MIXED, Key
 from ..kernels.cpu.histograms import Histograms
 from ..numerics.histogram import Histogram
-from ..numerics.metrics import Moments, QuantizationSums, merge_moments, total_sums
+from ..numerics.metrics import QuantizationSums, ValueMoments, merge_moments, sum_over_calls
 from ..numerics.recipe import RecipeReference
 from ..numerics.tensor_scaling import CurrentScaling, compute_cast_scales
-from .backends.base import ScaleInUse
-from .operands import Operand
+from .backends.base import CastInUse
+from .operands import OperandAccumulator
 
 
 @dataclass(frozen=True)
-class Cast(RecipeReference):
+class CastDescription(RecipeReference):
     """How an operand was cast, in words."""
 
     recipe: str
     format: str
-    #: see `ScaleInUse.source`; MIXED if the operands in a sum have different sources
+    #: see `CastInUse.source`; MIXED if the operands in a sum have different sources
     source: str
     #: dtype of the observed tensor
     dtype: str
@@ -42,13 +42,13 @@ class OperandStats:
     key: Key
     #: kind of the GEMM, see `Gemm.kind`
     kind: str
-    cast: Cast
+    cast: CastDescription
     #: histogram of all calls together
     histogram: Histogram
     #: largest finite magnitude
     amax: float
     #: one row if the operand is float32, because its histogram is rounded; otherwise None
-    moments: Moments | None
+    moments: ValueMoments | None
     #: one row under the scales in use, or None under current scaling, because the scale needs the whole tensor's amax
     sums: QuantizationSums | None
     #: by name of a what-if recipe that histograms cannot evaluate: one row
@@ -58,7 +58,7 @@ class OperandStats:
     #: smallest and largest scale in use, or None if unknown yet, or if blocks have their own scales
     scales: tuple[float, float] | None = None
     #: separate histograms with one scale each, together with the cast and the scale of each; empty if none are kept
-    parts: Sequence[tuple[Cast, float | None, Histogram]] = ()
+    parts: Sequence[tuple[CastDescription, float | None, Histogram]] = ()
     #: number of blocks with each scale, int64 [257], or None if this is not enabled
     block_scales: torch.Tensor | None = None
     #: other sums that cannot be computed from a histogram, float64, as for the option `activations`
@@ -72,12 +72,12 @@ class OperandStats:
     missing: int = 0
 
     @property
-    def one_scale(self) -> bool:
+    def has_single_scale(self) -> bool:
         """True if one scale applies to the whole operand, in its cast or only in our measurement."""
         return self.scales is None or self.scales[0] == self.scales[1]
 
 
-def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
+def merge_operand_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
     """Combine statistics with the same recipe, format and dtype. Leave out sums, because scales may still be unknown."""
     first = stats[0]
     direct = [s.moments for s in stats if s.moments]
@@ -88,9 +88,9 @@ def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
         key=key,
         kind=first.kind,
         cast=replace(first.cast, source=first.cast.source if len(sources) == 1 else MIXED),
-        histogram=Histogram.total([s.histogram for s in stats]),
+        histogram=Histogram.sum_histograms([s.histogram for s in stats]),
         amax=max(s.amax for s in stats),
-        moments=merge_moments(Moments.concat(direct)) if direct else None,
+        moments=merge_moments(ValueMoments.concat(direct)) if direct else None,
         sums=None,
         block_scales=torch.stack(scales).sum(0) if len(scales) == len(stats) else None,
         calls=sum(s.calls for s in stats),
@@ -100,18 +100,18 @@ def add_up_stats(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
     )
 
 
-def collect_stats(operands: Sequence[Operand]) -> list[OperandStats]:
+def collect_operand_stats(operands: Sequence[OperandAccumulator]) -> list[OperandStats]:
     """Return the statistics of each operand that was observed at least once."""
     seen = [o for o in operands if o.calls]
     for operand in seen:
-        operand.add_up()
+        operand.add_up_kernel_sums()
     known = _UnderScales([o for o in seen if not o.is_scale_deferred])
     return [_shard(operand, known) for operand in seen]
 
 
-def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
-    moments, mine = operand.whole_moments, known.of.get(operand.key)
-    total, cast = operand.total, describe_cast(operand.casts[0], operand)
+def _shard(operand: OperandAccumulator, known: _UnderScales) -> OperandStats:
+    moments, mine = operand.total_moments, known.of.get(operand.key)
+    total, cast = operand.total_histogram, describe_cast(operand.casts[0], operand)
     return OperandStats(
         key=operand.key,
         kind=operand.gemm.kind,
@@ -119,9 +119,9 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
         histogram=total,
         amax=float(moments.amax) if moments else total.amax,
         moments=moments,
-        sums=total_sums(operand.sums) if operand.sums else mine and mine[0],
-        what_if={name: total_sums(rows) for name, rows in operand.what_if_sums.items()},
-        copy=total_sums(operand.copy_sums) if _copy_is_known(operand) else None,
+        sums=sum_over_calls(operand.sums) if operand.sums else mine and mine[0],
+        what_if={name: sum_over_calls(rows) for name, rows in operand.what_if_sums.items()},
+        copy=sum_over_calls(operand.copy_sums) if _copy_is_known(operand) else None,
         scales=mine and mine[1],
         parts=mine[2] if mine else [(cast, None, total)],
         block_scales=operand.block_scales if all(use == operand.casts[0] for use in operand.casts) else None,
@@ -131,27 +131,27 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
     )
 
 
-def describe_cast(use: ScaleInUse, operand: Operand) -> Cast:
+def describe_cast(use: CastInUse, operand: OperandAccumulator) -> CastDescription:
     """Describe how an operand was cast."""
     words = use.recipe.name, use.format.name, use.source, str(operand.dtype).removeprefix("torch.")
     if not _copy_is_known(operand):
-        return Cast(*words)
+        return CastDescription(*words)
     copy = operand.copy_casts[0]
-    return Cast(*words, copy.recipe.name, copy.format.name, copy.source)
+    return CastDescription(*words, copy.recipe.name, copy.format.name, copy.source)
 
 
-def _copy_is_known(operand: Operand) -> bool:
+def _copy_is_known(operand: OperandAccumulator) -> bool:
     """Return True if every call has a copy, and all copies have the same cast."""
     return 0 < len(operand.copy_casts) == operand.calls and all(c == operand.copy_casts[0] for c in operand.copy_casts)
 
 
-Parts = list[tuple[Cast, float | None, Histogram]]
+Parts = list[tuple[CastDescription, float | None, Histogram]]
 
 
 class _UnderScales:
     """Results for operands on this rank whose scales are known. Each histogram is evaluated under the scale of its cast."""
 
-    def __init__(self, operands: Sequence[Operand]) -> None:
+    def __init__(self, operands: Sequence[OperandAccumulator]) -> None:
         parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.histograms, strict=True)]
         uses = [use for _, _, use, _ in parts]
         casts = [describe_cast(use, operand) for _, operand, use, _ in parts]
@@ -163,7 +163,7 @@ class _UnderScales:
         scales = compute_cast_scales(held, formats, amax)
         counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
         of_counted = histograms.select(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
-        sums = of_counted.sum_by_owner(owner[counted], len(operands)).each()
+        sums = of_counted.sum_rows_by_owner(owner[counted], len(operands)).each()
         #: by key: sums, the smallest and the largest scale, and histograms with their scales
         self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}
         found: list[Parts] = [[] for _ in operands]
@@ -174,20 +174,20 @@ class _UnderScales:
             mine = sums[i]
             if operand.rest_casts:
                 used += [float(use.scale) for use in operand.rest_casts if isinstance(use.scale, torch.Tensor)]
-                mine = total_sums([mine, *operand.rest_sums])
-                found[i] = [(found[i][0][0], None, operand.total)]
+                mine = sum_over_calls([mine, *operand.rest_sums])
+                found[i] = [(found[i][0][0], None, operand.total_histogram)]
             self.of[operand.key] = mine, (min(used), max(used)) if used else None, found[i]
 
 
-def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[ScaleInUse]) -> torch.Tensor:
+def _amax(operands: Sequence[OperandAccumulator], histograms: Histograms, uses: Sequence[CastInUse]) -> torch.Tensor:
     """Return the amax that each histogram's cast uses, float32 [P]. It is exact, although float32 histograms are rounded."""
-    amax, inf, i = histograms.amax(), histograms.moments.inf.clone(), 0
+    amax, inf, i = histograms.amax(), histograms.value_moments.inf.clone(), 0
     for operand in operands:
         if len(operand.moments) == len(operand.histograms):
-            for direct in (m.whole for m in operand.moments):
+            for direct in (m.summed_row for m in operand.moments):
                 amax[i], inf[i] = direct.amax.float(), direct.inf
                 i += 1
         else:
             i += len(operand.histograms)
-    seen = torch.tensor([use.sees_infinity for use in uses], dtype=torch.bool)
+    seen = torch.tensor([use.counts_infinity_in_amax for use in uses], dtype=torch.bool)
     return torch.where(seen & (inf > 0), torch.inf, amax)

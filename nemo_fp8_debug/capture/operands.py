@@ -10,12 +10,12 @@ from typing import ClassVar
 import torch
 
 from ..kernels import MeasurementRequest, ValueStats, add_to_histogram, count_histogram, count_nonfinite, measure_values
-from ..numerics.block_scaling import BlockRule
+from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.histogram import DTYPES, Histogram
-from ..numerics.metrics import Moments, MomentsFound, QuantizationSums, SumsFound, merge_moments
+from ..numerics.metrics import MomentsFound, QuantizationSums, SumsFound, ValueMoments, merge_moments
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import Backend, ScaleInUse
+from .backends.base import CastInUse, FrameworkBackend
 from .gemms import Gemm
 from .tensors import take_local_part
 
@@ -26,13 +26,13 @@ MEASURED = (*DTYPES, torch.float32)
 
 
 @dataclass
-class Operand:
+class OperandAccumulator:
     """The data of one operand of one GEMM in one step, summed over all micro-batches and calls."""
 
     gemm: Gemm
     role: str
     #: cast of calls whose own cast is unknown
-    in_use: ScaleInUse
+    in_use: CastInUse
     #: what-if recipes. If a histogram is not enough to evaluate a recipe, we measure each tensor immediately
     what_if: Sequence[Recipe] = ()
     #: returns whether this rank counts its tensor. If ranks have copies, only one of them counts the tensor
@@ -42,10 +42,10 @@ class Operand:
     #: histograms with one scale each, and the cast of each. Calls with the same scale share a histogram. If the scale
     #: depends on the tensor, each call has its own histogram
     histograms: list[Histogram] = field(default_factory=list)
-    casts: list[ScaleInUse] = field(default_factory=list)
+    casts: list[CastInUse] = field(default_factory=list)
     #: histogram of all further calls; and, for each of these calls, the cast and the sums under its scale
     rest: Histogram | None = None
-    rest_casts: list[ScaleInUse] = field(default_factory=list)
+    rest_casts: list[CastInUse] = field(default_factory=list)
     rest_sums: list[QuantizationSums] = field(default_factory=list)
     #: measurements of float32 operands without a histogram, one row for each call
     moments: list[MomentsFound] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Operand:
     what_if_sums: dict[str, list[SumsFound]] = field(default_factory=dict)
     #: whether to measure the copy that another GEMM uses as its operand; the cast and the sums of each call's copy
     measures_copies: bool = False
-    copy_casts: list[ScaleInUse] = field(default_factory=list)
+    copy_casts: list[CastInUse] = field(default_factory=list)
     copy_sums: list[SumsFound] = field(default_factory=list)
     #: whether to count block scales; their counts, from `count_block_scales`
     counts_block_scales: bool = False
@@ -76,7 +76,7 @@ class Operand:
         """(layer, role) of the operand."""
         return self.gemm.name, self.role
 
-    def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
+    def add_tensor(self, x: torch.Tensor, order: int, use: CastInUse | None = None) -> None:
         """Add another tensor to the data. Keep no reference to the tensor.
 
         Args:
@@ -98,10 +98,17 @@ class Operand:
         self._count_nonfinite()
         counted = self._count(x, use)
         joins_rest = self.rest is not None
-        if self.what_if or copy or joins_rest or use.decoded or x.dtype not in DTYPES or isinstance(use.scale, BlockRule):
-            tried, copied = (self.what_if, self.tries_current), None if copy is None else copy.rule
+        if (
+            self.what_if
+            or copy
+            or joins_rest
+            or use.decoded
+            or x.dtype not in DTYPES
+            or isinstance(use.scale, BlockScalingRule)
+        ):
+            tried, copied = (self.what_if, self.tries_current), None if copy is None else copy.cast_rule
             asked = MeasurementRequest(
-                self.role, use.rule, use.decoded, *tried, copied, self.counts_block_scales, joins_rest
+                self.role, use.cast_rule, use.decoded, *tried, copied, self.counts_block_scales, joins_rest
             )
             self._keep(measure_values(x, counted, asked), use, copy)
         self._nonfinite.append((order, count_nonfinite(counted) if self.calls and not self.moments else None))
@@ -112,10 +119,10 @@ class Operand:
         """Add the sums of one more call, float64. They have the same length in each call."""
         self.further = sums if self.further is None else self.further + sums
 
-    def _count(self, x: torch.Tensor, use: ScaleInUse) -> Histogram:
+    def _count(self, x: torch.Tensor, use: CastInUse) -> Histogram:
         """Count a call. Return its own histogram, or one that several calls share if no what-if recipe has blocks."""
         joins = self.casts and not self.rest and _one_scale(use, self.casts[-1], x.dtype)
-        if joins and not any(isinstance(recipe.scaling, BlockRule) for recipe in self.what_if):
+        if joins and not any(isinstance(recipe.scaling, BlockScalingRule) for recipe in self.what_if):
             add_to_histogram(self.histograms[-1], x)
             return self.histograms[-1]
         mine = count_histogram(x)
@@ -130,7 +137,7 @@ class Operand:
             self.rest.counts += mine.counts
         return mine
 
-    def _keep(self, found: ValueStats, use: ScaleInUse, copy: ScaleInUse | None) -> None:
+    def _keep(self, found: ValueStats, use: CastInUse, copy: CastInUse | None) -> None:
         """Keep the measurements of a call's values."""
         if found.moments is not None:
             self.moments.append(found.moments)
@@ -158,11 +165,11 @@ class Operand:
     def nonfinite_order(self) -> int | None:
         """Place in the order of execution of the first call with NaN or infinity, if there is one."""
         self._count_nonfinite()
-        direct = [m.whole for m in self.moments]
+        direct = [m.summed_row for m in self.moments]
         counts = [(order, direct[i].nan + direct[i].inf if n is None else n) for i, (order, n) in enumerate(self._nonfinite)]
         return min((order for order, count in counts if count > 0), default=None)
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each collected tensor by the result of `to`."""
         for counted in self._kept():
             counted.counts = to(counted.counts)
@@ -175,16 +182,16 @@ class Operand:
         self.what_if_sums = {name: [s.moved(to) for s in sums] for name, sums in self.what_if_sums.items()}
         self._nonfinite = [(order, to(n) if isinstance(n, torch.Tensor) else n) for order, n in self._nonfinite]
 
-    def add_up(self) -> None:
+    def add_up_kernel_sums(self) -> None:
         """Add up partial sums of kernels, on the device where they are."""
-        self.moments = [m.whole for m in self.moments]
-        self.sums, self.copy_sums = [s.whole for s in self.sums], [s.whole for s in self.copy_sums]
-        self.what_if_sums = {name: [s.whole for s in sums] for name, sums in self.what_if_sums.items()}
+        self.moments = [m.summed_row for m in self.moments]
+        self.sums, self.copy_sums = [s.summed_row for s in self.sums], [s.summed_row for s in self.copy_sums]
+        self.what_if_sums = {name: [s.summed_row for s in sums] for name, sums in self.what_if_sums.items()}
 
     @property
-    def whole_moments(self) -> Moments | None:
+    def total_moments(self) -> ValueMoments | None:
         """Measurements (`moments`) of all calls together, as one row in host memory."""
-        return merge_moments(Moments.concat([m.whole for m in self.moments]).cpu()) if self.moments else None
+        return merge_moments(ValueMoments.concat([m.summed_row for m in self.moments]).cpu()) if self.moments else None
 
     @property
     def device(self) -> torch.device | None:
@@ -197,7 +204,7 @@ class Operand:
         return all(map(_follows_the_whole, self.casts)) and not self.sums
 
     @functools.cached_property
-    def total(self) -> Histogram:
+    def total_histogram(self) -> Histogram:
         """The histogram of all calls together. Do not add calls afterwards."""
         first, *others = self._kept()
         return sum(others, first)
@@ -206,20 +213,20 @@ class Operand:
         return [*self.histograms, *([self.rest] if self.rest else [])]
 
 
-def _moved(use: ScaleInUse, to: Callable[[torch.Tensor], torch.Tensor]) -> ScaleInUse:
+def _moved(use: CastInUse, to: Callable[[torch.Tensor], torch.Tensor]) -> CastInUse:
     return replace(use, scale=to(use.scale)) if isinstance(use.scale, torch.Tensor) else use
 
 
-def _without_codes(use: ScaleInUse) -> ScaleInUse:
+def _without_codes(use: CastInUse) -> CastInUse:
     return use if use.decoded is None else replace(use, decoded=None)
 
 
-def _follows_the_whole(use: ScaleInUse) -> bool:
+def _follows_the_whole(use: CastInUse) -> bool:
     """Return True for current scaling outside an engine. This scale does not depend on how ranks split the operand."""
     return use.source != "engine" and isinstance(use.scale, CurrentScaling)
 
 
-def _one_scale(use: ScaleInUse, other: ScaleInUse, dtype: torch.dtype) -> bool:
+def _one_scale(use: CastInUse, other: CastInUse, dtype: torch.dtype) -> bool:
     """Return True if two calls certainly have the same scale. Do not read from a device, which would block the run."""
     if use is other and isinstance(use.scale, torch.Tensor):
         return True
@@ -231,10 +238,10 @@ def _one_scale(use: ScaleInUse, other: ScaleInUse, dtype: torch.dtype) -> bool:
 
 
 #: backend for modules that we do not observe as GEMMs
-NO_GEMM = Backend("no GEMM", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
+NO_GEMM = FrameworkBackend("no GEMM", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
 
 
-class UncastOperand(Operand):
+class UncastAccumulator(OperandAccumulator):
     """The data of a tensor that no GEMM casts. What-if recipes whose scale depends on the tensor also apply to float32."""
 
     tries_current = True

@@ -19,8 +19,8 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import ScaleInUse, UnknownCast
-from .dispatcher import Dispatcher
+from .backends.base import CastInUse, UnknownCastError
+from .dispatcher import EventDispatcher
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 #: the group of ranks and the amax of each reduction, in order
@@ -62,13 +62,13 @@ def is_dtensor_call(types: Any) -> bool:
     return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in types)
 
 
-class Collectives(OperatorMode):
+class CollectiveMode(OperatorMode):
     """A mode that observes the collectives between `begin` and `end`."""
 
-    def before(self, func: Any, args: Any) -> None:
+    def on_collective_start(self, func: Any, args: Any) -> None:
         """Observe a collective that is about to run."""
 
-    def after(self, func: Any, args: Any) -> None:
+    def on_collective_called(self, func: Any, args: Any) -> None:
         """Observe a collective that has been called, and may still be running."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,21 +76,21 @@ class Collectives(OperatorMode):
         if getattr(func, "namespace", "") not in _NAMESPACES:
             return func(*args, **(kwargs or {}))
         with suppress(Exception):  # after an error, the collective is ignored
-            self.before(func, args)
+            self.on_collective_start(func, args)
         out = func(*args, **(kwargs or {}))
         with suppress(Exception):
-            self.after(func, args)
+            self.on_collective_called(func, args)
         return out
 
 
-class AmaxReductions(Collectives):
+class AmaxReductionMode(CollectiveMode):
     """A mode that observes reductions of a single float32 value over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Any, torch.Tensor]] = []
 
-    def after(self, func: Any, args: Any) -> None:
+    def on_collective_called(self, func: Any, args: Any) -> None:
         """Note a value that ranks reduce. The reduction may not be finished."""
         if func.overloadpacket.__name__ == "allreduce_":
             values, group = args[:2]
@@ -103,7 +103,7 @@ class AmaxReductions(Collectives):
         super().begin()
 
 
-def apply_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
+def apply_shared_amax(use: CastInUse, reduced: Reduced) -> CastInUse:
     """Return the cast of an operand. If ranks share the amax, use the scale that follows from their shared amax.
 
     Args:
@@ -111,22 +111,22 @@ def apply_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
             amax.
 
     Raises:
-        UnknownCast: no reduction was seen.
+        UnknownCastError: no reduction was seen.
     """
     if use.amax_group is None:
         return use
     amax = next((amax for group, amax in reduced if group == use.amax_group), None)
     if amax is None or not isinstance(use.scale, CurrentScaling):
-        raise UnknownCast("ranks share its amax, and their reduction was not seen")
-    return replace(use, scale=use.scale.scale(amax.reshape(()), use.format.max), amax_group=None)
+        raise UnknownCastError("ranks share its amax, and their reduction was not seen")
+    return replace(use, scale=use.scale.compute_scale(amax.reshape(()), use.format.max), amax_group=None)
 
 
-def defer_until_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
+def defer_until_backward(dispatcher: EventDispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
     """Return a function that takes a callback. After the node has run, the callback receives the reductions in this run.
 
     Do not keep the node alive.
     """
-    mode, waiting = AmaxReductions(), list[Callable[[Reduced], None]]()
+    mode, waiting = AmaxReductionMode(), list[Callable[[Reduced], None]]()
 
     def begin(*_: Any) -> None:
         if waiting:
@@ -140,11 +140,11 @@ def defer_until_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callabl
             for take in takes:
                 take(mode.seen)
 
-    dispatcher.watch_node(node, nullcontext, begin, end)  # a guard would leave the mode too early
+    dispatcher.watch_autograd_node(node, nullcontext, begin, end)  # a guard would leave the mode too early
     return waiting.append
 
 
-def defer_until_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
+def defer_until_node(dispatcher: EventDispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
     """Return a function that takes a callback. The callback is called once, before a node written in Python runs.
 
     Call the returned function when the gradient arrives, because hooks run in the order of their registration. Do not keep
@@ -162,6 +162,6 @@ def defer_until_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[R
         if node is None:
             last()
         else:
-            dispatcher.watch_node(node, nullcontext, before=last)
+            dispatcher.watch_autograd_node(node, nullcontext, before=last)
 
     return wait

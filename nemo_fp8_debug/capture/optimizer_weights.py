@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .backends.base import ScaleInUse, StoredCodes, read_raw_weight
+from .backends.base import CastInUse, StoredCodes, read_raw_weight
 from .gemms import Gemm
 from .scan import ScannedModule
 
@@ -67,28 +67,26 @@ class MasterWeights:
             return torch.empty(0, device=parameter.device), 0
         for buffer in self.buffers:
             if parameter in buffer.param_index_map:
-                start = find_part_start(buffer, parameter)
+                start = find_bucket_part_start(buffer, parameter)
                 if main.dtype == torch.float32 and start + main.numel() <= parameter.numel():
                     return main.detach().reshape(-1), start
         raise LookupError("ranks keep parts of its master weight, and this rank's part is unknown")
 
 
-def find_buffers(scanned: Iterable[ScannedModule]) -> list[tuple[nn.Module, Any]]:
+def find_gradient_buffers(scanned: Iterable[ScannedModule]) -> list[tuple[nn.Module, Any]]:
     """Return Megatron's gradient buffers, each with its module. Ranks may keep different parts of a buffer."""
     names = "buffers", "expert_parallel_buffers"
     held = [(one.module, one.module.__dict__[name]) for one in scanned for name in names if name in one.module.__dict__]
     return [(module, buffer) for module, found in held if isinstance(found, list) for buffer in found]
 
 
-def choose_measured_weight(
-    stored: StoredCodes, masters: MasterWeights | None
-) -> tuple[torch.Tensor, ScaleInUse, ScaleInUse]:
+def choose_measured_weight(stored: StoredCodes, masters: MasterWeights | None) -> tuple[torch.Tensor, CastInUse, CastInUse]:
     """Return the tensor to measure for a weight stored as codes: its master weight if found, otherwise the codes' values.
 
     Returns:
         The tensor, or only this rank's part of it; the cast of this tensor or part; and the cast of all codes.
     """
-    codes, use, parameter = stored.decoded(), stored.cast(), stored.parameter
+    codes, use, parameter = stored.decode_values(), stored.find_cast(), stored.parameter
     as_stored = replace(use, source="stored", decoded=codes)
     if use.source == "not quantized":
         return codes.values, use, use
@@ -99,14 +97,14 @@ def choose_measured_weight(
     if x.numel() == codes.values.numel():
         use = replace(use, decoded=codes)
         return x.reshape(codes.values.shape), use, use
-    return x, replace(use, decoded=codes.part(start, x.numel())), as_stored
+    return x, replace(use, decoded=codes.slice_values(start, x.numel())), as_stored
 
 
 def _is_whole(master: Any, parameter: Any) -> bool:
     return isinstance(master, torch.Tensor) and master.dtype == torch.float32 and master.numel() == parameter.numel()
 
 
-def find_part_start(buffer: Any, parameter: Any) -> int:
+def find_bucket_part_start(buffer: Any, parameter: Any) -> int:
     """Return the index in a parameter where this rank's part of a bucket begins. Ranks have equal parts of each bucket."""
     start, _, number = buffer.param_index_map[parameter]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group
@@ -115,7 +113,7 @@ def find_part_start(buffer: Any, parameter: Any) -> int:
 
 
 @dataclass(frozen=True)
-class SteppedWeight:
+class OptimizerWeight:
     """A weight and the tensor that an optimizer updates for it."""
 
     name: str
@@ -133,14 +131,14 @@ class SteppedWeight:
         return x.detach().reshape(-1)[begin : begin + count] if x.numel() >= begin + count else None
 
 
-def find_weight(gemm: Gemm) -> Any:
+def find_gemm_parameter(gemm: Gemm) -> Any:
     """Return the parameter that a GEMM multiplies, as its module stores it, or None if the parameter's name is unknown."""
     if gemm.part and not gemm.part.isdigit():
         return None
     return read_raw_weight(gemm.module, f"weight{gemm.part}")
 
 
-def list_stepped_weights(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[SteppedWeight]:
+def list_optimizer_weights(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[OptimizerWeight]:
     """Yield the weights that an optimizer updates.
 
     Args:
@@ -148,12 +146,12 @@ def list_stepped_weights(optimizer: Any, gemms: Mapping[str, Gemm]) -> Iterator[
     """
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, gemm in gemms.items():
-        weight = find_weight(gemm)
+        weight = find_gemm_parameter(gemm)
         own = next((p for p in (weight, getattr(weight, "main_param", None)) if p is not None and id(p) in held), None)
         if own is not None and not _is_flattened(own, weight):
-            yield SteppedWeight(name, weight, own)
+            yield OptimizerWeight(name, weight, own)
         elif (place := _in_a_flat_one(weight, held)) is not None:
-            yield SteppedWeight(name, weight, *place)
+            yield OptimizerWeight(name, weight, *place)
 
 
 def _is_flattened(own: Any, weight: Any) -> bool:
@@ -161,7 +159,7 @@ def _is_flattened(own: Any, weight: Any) -> bool:
     return own is weight and own.dim() < 2
 
 
-def is_split_by_zero(weight: Any) -> bool:
+def is_optimizer_state_sharded(weight: Any) -> bool:
     """Return True if ranks have different parts of the optimizer's state for a weight."""
     return hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")
 

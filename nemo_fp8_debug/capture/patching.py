@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..numerics.block_scaling import BlockRule
+from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
 
@@ -29,7 +29,7 @@ class CastOverride(Protocol):
     def quantizes(self, role: str) -> bool:
         """Return True if `role` is cast."""
 
-    def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockRule:
+    def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockScalingRule:
         """Return the scale of `role` in this step: a float32 scalar, or a rule that computes it from each tensor."""
 
 
@@ -86,7 +86,7 @@ class PatchedFunction:
             setattr(self._holder, self._name, self._own)
 
 
-def watch_calls(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
+def watch_function_calls(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
     """Watch the calls of a function in a Python module or an object. Return a function that stops watching."""
     current = vars(holder).get(name)
     if not isinstance(current, PatchedFunction):

@@ -12,15 +12,15 @@ from ..core.keys import ROLES, Key
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import ScaleInUse, make_unknown_cast, make_unquantized_cast
-from .gemms import Gemm, is_seen_in_forward
+from .backends.base import CastInUse, make_unknown_cast, make_unquantized_cast
+from .gemms import Gemm, is_observed_in_forward
 from .patching import SWITCHED, find_emulation
 
 #: recipe for measuring a run without FP8. It needs no history, only the tensor itself
 SHADOW = Recipe(CurrentScaling())
 
 
-class Scales:
+class CastChooser:
     """The choice of how to determine each operand's scale, made at the start of a sampled step."""
 
     def __init__(self, gemms: Sequence[Gemm], recipe: Recipe | None, asked: str | Mapping[str, Any]) -> None:
@@ -49,26 +49,26 @@ class Scales:
             "configured_in_backend": configured[0].name if configured else None,
         }
 
-    def emulate(self, keys: Sequence[Key]) -> None:
+    def start_amax_histories(self, keys: Sequence[Key]) -> None:
         """Keep amax histories of these operands, including operands on other ranks that measure the same tensors."""
         self._emulated = EmulatedScales(self._recipe, keys)
 
-    def choose_operand_cast(self, gemm: Gemm, role: str) -> ScaleInUse:
+    def choose_operand_cast(self, gemm: Gemm, role: str) -> CastInUse:
         """Return how operand `role` of `gemm` is cast in the step that is beginning."""
         if self.auto and (engine := find_emulation(gemm.module)):
             if not engine.quantizes(role):
                 return make_unquantized_cast(role)
             recipe = engine.recipes[role]
-            return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe, "engine")
-        if self.auto and gemm.backend.foreign(gemm.module) and not is_seen_in_forward(gemm):
+            return CastInUse(engine.scale(role), recipe.get_format(role), recipe, "engine")
+        if self.auto and gemm.backend.foreign(gemm.module) and not is_observed_in_forward(gemm):
             return make_unknown_cast(role)
         scale = self._emulated.next_scale((gemm.name, role))
         source = "emulated" if isinstance(scale, torch.Tensor) else "current"
-        return ScaleInUse(scale, self._recipe.format_of(role), self._recipe, source)
+        return CastInUse(scale, self._recipe.get_format(role), self._recipe, source)
 
-    def observe(self, amax: Mapping[Key, float]) -> None:
+    def update_amax_histories(self, amax: Mapping[Key, float]) -> None:
         """End a sampled step: add the amax of each operand to emulated histories."""
-        self._emulated.observe(list(amax), torch.tensor(list(amax.values()), dtype=torch.float32))
+        self._emulated.update_amax_histories(list(amax), torch.tensor(list(amax.values()), dtype=torch.float32))
 
 
 def _list_planned_roles(gemm: Gemm) -> Collection[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..core.layer_names import WRAPPERS
-from .backends.parallel import find_first_expert
+from .backends.parallel import find_first_expert_index
 
 #: names of lists of a rank's experts in Megatron and DeepSpeed. The module two levels above has the group of ranks
 _EXPERT_LISTS = ("local_experts", "deepspeed_experts")
@@ -36,12 +36,12 @@ class ScannedModule:
         return self.holder.root if self.holder else self.module
 
     @cached_property
-    def path(self) -> str:
+    def path_in_root(self) -> str:
         """Return the name that `named_modules` gives the module."""
-        return f"{self.holder.path}.{self.key}" if self.holder and self.holder.holder else self.key
+        return f"{self.holder.path_in_root}.{self.key}" if self.holder and self.holder.holder else self.key
 
     @cached_property
-    def name(self) -> str:
+    def global_name(self) -> str:
         """Return the global name, which does not depend on wrappers or pipeline stages."""
         return ".".join(self._parts) or "model"
 
@@ -69,7 +69,7 @@ class ScannedModule:
             if number is not None:
                 key = str(number - 1)
             elif experts:
-                key = str(int(key) + find_first_expert(len(holder.module._modules), experts.module))
+                key = str(int(key) + find_first_expert_index(len(holder.module._modules), experts.module))
         return (*outer, key)
 
     @property
@@ -96,7 +96,7 @@ def scan_modules(roots: Iterable[nn.Module]) -> list[ScannedModule]:
     return found
 
 
-def list_inner_modules(module: nn.Module) -> set[int]:
+def list_inner_module_ids(module: nn.Module) -> set[int]:
     """Return the ids of all modules inside a module."""
     found: set[int] = set()
     _walk(module, found)

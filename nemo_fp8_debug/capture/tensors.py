@@ -52,12 +52,12 @@ def is_counted_here(x: torch.Tensor, rank: int, first: int | None) -> bool:
     return take_local_part(x).numel() > 0
 
 
-def is_never_counted(x: torch.Tensor) -> bool:
+def never_count_here(x: torch.Tensor) -> bool:
     """Return False. Use this function if another rank counts this rank's part of an operand."""
     return False
 
 
-def view_as_multiplied(x: torch.Tensor) -> torch.Tensor:
+def cast_like_autocast(x: torch.Tensor) -> torch.Tensor:
     """Return the operand in the dtype that autocast gives it before the GEMM. Autocast does not change float64."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:

@@ -36,7 +36,7 @@ def _note(name: str) -> None:
 _note._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class Hook:
+class CopySafeHook:
     """A hook that works only on its own module. In a copy or pickle of the module, the hook does nothing."""
 
     def __init__(self, call: Callable[..., Any] | None = None, module: nn.Module | None = None) -> None:
@@ -56,11 +56,11 @@ class Hook:
             return None
         return self._call(*arguments) if self._call else None
 
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        return Hook, ()
+    def __reduce__(self) -> tuple[type[CopySafeHook], tuple[()]]:
+        return CopySafeHook, ()
 
 
-def find_compiled_by_now(scanned: Collection[ScannedModule]) -> set[int]:
+def find_compiled_modules(scanned: Collection[ScannedModule]) -> set[int]:
     """Return the ids of a model's modules that are known to run inside torch.compile."""
     compiled = {id(one.module) for one in scanned if one.compiled}
     if _traced:

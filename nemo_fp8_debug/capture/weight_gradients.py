@@ -24,15 +24,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.error_guard import leave_modes, restore_modes
+from ..core.error_guard import leave_dispatch_modes, restore_dispatch_modes
 from .backends.base import read_raw_weight
-from .backends.in_forward import parameter_name
-from .backends.parallel import count_gradient_ranks, find_parallel_state, is_duplicate_master
-from .data_parallel import Sharded, find_active_ddp
-from .dispatcher import Dispatcher
+from .backends.in_forward import find_parameter_name
+from .backends.parallel import count_ranks_summing_gradient, find_megatron_parallel_state, is_duplicate_master_weight
+from .data_parallel import FSDP2Parameters, find_active_ddp
+from .dispatcher import EventDispatcher
 from .gemms import Gemm
-from .optimizer_weights import find_buffers, is_split_by_zero
-from .patching import watch_calls
+from .optimizer_weights import find_gradient_buffers, is_optimizer_state_sharded
+from .patching import watch_function_calls
 from .scan import ScannedModule
 from .tensors import is_dtensor
 
@@ -79,18 +79,18 @@ class WatchedWeight:
     _hooked: set[int] = field(default_factory=set)
 
     @property
-    def is_due(self) -> bool:
+    def expects_gradient(self) -> bool:
         """True if this rank should count a part of the gradient."""
         if self.buffer is not None and _is_distributed(self.buffer):
-            return not is_duplicate_master(self.module) and _part_of_bucket(self.buffer, self.parameter) is not None
+            return not is_duplicate_master_weight(self.module) and _part_of_bucket(self.buffer, self.parameter) is not None
         return self.counts(self.parameter)
 
-    def is_counted(self, x: torch.Tensor) -> bool:
+    def counts_gradient(self, x: torch.Tensor) -> bool:
         """Return True if no other rank counts this rank's gradient."""
-        return self.is_due if self.buffer is not None else self.counts(x)
+        return self.expects_gradient if self.buffer is not None else self.counts(x)
 
 
-class WeightGradients:
+class WeightGradientCapture:
     """An observer of weight gradients in one sampled step on this rank."""
 
     def __init__(
@@ -100,7 +100,7 @@ class WeightGradients:
         ranks: int,
         counts: Callable[[Gemm], Callable[[torch.Tensor], bool]],
         guard: Callable[[str], AbstractContextManager[None]],
-        dispatcher: Dispatcher,
+        dispatcher: EventDispatcher,
     ) -> None:
         """
         Args:
@@ -121,7 +121,7 @@ class WeightGradients:
         self._passes: set[int] = set()
         self._ddp: dict[int, set[int]] = {}
 
-    def watch(self, call: Callable[[Sequence[WeightGradient]], None]) -> Sequence[WatchedWeight]:
+    def add_watcher(self, call: Callable[[Sequence[WeightGradient]], None]) -> Sequence[WatchedWeight]:
         """Call `call` each time we pass on gradients. Return the weights that are watched."""
         if not self._calls:
             self.weights = self._find()
@@ -137,17 +137,17 @@ class WeightGradients:
                 self._dispatcher.watch_before_forward(one.module, self._guard, partial(self._before_forward, one))
         for module in {id(one.reducer): one.reducer for one in self.weights if one.reducer is not None}.values():
             watcher = partial(self._after_reduction, module)
-            self._dispatcher.call_after_step(watch_calls(module, "finish_grad_sync", _call_first, watcher))
+            self._dispatcher.call_after_step(watch_function_calls(module, "finish_grad_sync", _call_first, watcher))
 
     def _find(self) -> list[WatchedWeight]:
-        sharded, buffers = Sharded(self._scanned), find_buffers(self._scanned)
+        sharded, buffers = FSDP2Parameters(self._scanned), find_gradient_buffers(self._scanned)
         buffers = [(module, buffer) for module, buffer in buffers if hasattr(module, "finish_grad_sync")]
         self._sharded = sharded
         found: dict[int, WatchedWeight] = {}
         for gemm in self._gemms:
             if (place := _place_of(gemm)) is None:
                 continue
-            own = sharded.parameter(*place)
+            own = sharded.find_parameter(*place)
             weight: Any = read_raw_weight(*place) if own is None else own
             if id(weight) in found:
                 found[id(weight)].names.append(gemm.name)
@@ -160,12 +160,12 @@ class WeightGradients:
 
     def _is_known(self, one: WatchedWeight, buffers: Sequence[tuple[Any, Any]]) -> bool:
         """Return True if we know how ranks add up the gradient."""
-        weight, of_megatron = one.parameter, count_gradient_ranks(one.module)
+        weight, of_megatron = one.parameter, count_ranks_summing_gradient(one.module)
         ranks = self._ranks if of_megatron is None else of_megatron
-        if is_split_by_zero(weight):
+        if is_optimizer_state_sharded(weight):
             return False
         if is_dtensor(weight):
-            return find_parallel_state() is None and bool(weight.device_mesh.size() == ranks)
+            return find_megatron_parallel_state() is None and bool(weight.device_mesh.size() == ranks)
         for module, buffer in buffers:
             if weight in buffer.param_index_map:
                 one.buffer, one.reducer = buffer, module
@@ -190,7 +190,7 @@ class WeightGradients:
         ddp = find_active_ddp()
         if ddp is not None:
             own = self._ddp.setdefault(id(ddp), {id(p) for p in ddp._module_parameters})
-            ranks = count_gradient_ranks(one.module) or self._ranks
+            ranks = count_ranks_summing_gradient(one.module) or self._ranks
             is_all = id(one.parameter) in own and ddp.process_group.size() == ranks
             one.is_synced = is_all and bool(ddp.require_backward_grad_sync)
 
@@ -207,7 +207,7 @@ class WeightGradients:
         # A reentrant checkpoint runs its own pass within another.
         if (task := torch._C._current_graph_task_id()) not in self._passes:
             self._passes.add(task)
-            self._dispatcher.after_backward(self._guard, self._after_backward)
+            self._dispatcher.call_after_backward(self._guard, self._after_backward)
 
     def _after_backward(self) -> None:
         """Pass on gradients of weights that this pass reached, and earlier gradients that may now be summed over ranks."""
@@ -220,7 +220,7 @@ class WeightGradients:
         if one.is_fused:
             return WeightGradient(one.names, one.parameter.main_grad)
         if one.is_sharded:
-            return WeightGradient(one.names, grad if self._sharded.is_reduced(one.holder, one.key) else None)
+            return WeightGradient(one.names, grad if self._sharded.will_reduce_gradient(one.holder, one.key) else None)
         if grad is None or grad._version == one._version:
             return None  # the pass added nothing to `.grad`, as in torch.autograd.grad
 
@@ -241,20 +241,20 @@ class WeightGradients:
     def _hand_over(self, found: Sequence[WeightGradient]) -> None:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        modes = leave_modes()
+        modes = leave_dispatch_modes()
         try:
             with torch.no_grad():
                 usable = [one if _is_usable(one.x) else one._replace(x=None) for one in found]
                 for call in self._calls:
                     call(usable)
         finally:
-            restore_modes(modes)
+            restore_dispatch_modes(modes)
 
 
 def _place_of(gemm: Gemm) -> tuple[nn.Module, str] | None:
     """Return the module that contains the parameter of a GEMM, and the name of the parameter in this module."""
     if gemm.backend.in_forward:
-        path, _, key = parameter_name(gemm.module, gemm.part).rpartition(".")
+        path, _, key = find_parameter_name(gemm.module, gemm.part).rpartition(".")
         return gemm.module.get_submodule(path), key
     if not gemm.part or gemm.part.isdigit():
         return gemm.module, f"weight{gemm.part}"

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from .._version import __version__
-from .console import explain_errors
+from .console import print_errors_in_one_line
 
 #: the module of each command; we import only the module of the command in use, because importing torch takes seconds
 COMMANDS = {
@@ -80,7 +80,7 @@ class _Commands(TyperGroup):
         told = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
         epilog = "\n\n".join(["[bold]Examples[/]", *examples])
         make = alone.command(cmd_name, cls=_Command, help=told, epilog=epilog)
-        make(explain_errors(command, 2 if cmd_name == "gate" else 1))
+        make(print_errors_in_one_line(command, 2 if cmd_name == "gate" else 1))
         return get_command(alone)
 
 

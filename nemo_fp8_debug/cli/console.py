@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 
 from ..analysis.formatting import make_jsonable
-from ..core.text import ELLIPSIS, PLAINLY, Column, find_width, lay_out, read_columns
+from ..core.text import ELLIPSIS, PLAINLY, TableColumn, find_terminal_width, format_table, read_width_variable
 from ..errors import ConfigError, FP8DebugWarning, RecordError
 
 #: arguments and options that several commands share
@@ -62,14 +62,14 @@ def escape_controls(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def console(stderr: bool = False) -> Console:
+def make_console(stderr: bool = False) -> Console:
     """Return a console for standard output or standard error. Its width is `COLUMNS`, otherwise the terminal's, otherwise
     200.
     """
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors=PLAINLY)
-    width = find_width(sys.stdout, sys.stderr, sys.stdin) or _NO_TERMINAL
+    width = find_terminal_width(sys.stdout, sys.stderr, sys.stdin) or _NO_TERMINAL
     return _Console(stderr=stderr, width=width, color_system="auto" if stream.isatty() else None)
 
 
@@ -79,11 +79,11 @@ def print_text(out: Console, text: str, style: str = "") -> None:
 
 
 def _is_file(out: Console) -> bool:
-    return not out.is_terminal and read_columns() is None
+    return not out.is_terminal and read_width_variable() is None
 
 
 def print_table(
-    out: Console, title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
+    out: Console, title: str, columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
 ) -> None:
     """Print a blank line and a table. Print nothing if the table has no rows.
 
@@ -93,7 +93,7 @@ def print_table(
     """
     if not rows:
         return
-    found = lay_out(columns, [[escape_controls(cell) for cell in row] for row in rows], out.width)
+    found = format_table(columns, [[escape_controls(cell) for cell in row] for row in rows], out.width)
     out.print()
     print_text(out, f"{title}; {ELLIPSIS} stands for {found.beginning}" if found.beginning else title, "bold")
     _print_lines(out, found.heading, "dim")
@@ -114,7 +114,7 @@ def print_notes(out: Console, notes: Sequence[str]) -> None:
         print_text(out, f"note: {note}")
 
 
-def print_next(out: Console, sentence: str = "", command: Sequence[str] = ()) -> None:
+def print_next_step(out: Console, sentence: str = "", command: Sequence[str] = ()) -> None:
     """Print what to do next, as the last paragraph of a command's output.
 
     Args:
@@ -198,7 +198,7 @@ def show_progress(*phases: str) -> Iterator[Callable[[], None]]:
         yield over
 
 
-def explain_errors(command: Callable[..., None], status: int) -> Callable[..., None]:
+def print_errors_in_one_line(command: Callable[..., None], status: int) -> Callable[..., None]:
     """Return a command that prints each of our errors and warnings as one line on standard error.
 
     Args:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..analysis.comparison.compare import Comparison, compare
-from ..analysis.comparison.drift import describe_concentration
+from ..analysis.comparison.drift import describe_common_property
 from ..analysis.diagnosis.diagnose import diagnose, diagnose_comparison
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.diagnosis.narrator import (
@@ -23,10 +23,10 @@ from ..analysis.diagnosis.narrator import (
     describe_step_distance,
     tell_advice,
     tell_conclusion,
-    tell_missed,
-    tell_next,
+    tell_next_step,
+    tell_possible_misses,
 )
-from ..analysis.diagnosis.ranking import order_by_harm
+from ..analysis.diagnosis.ranking import sort_rows_by_harm
 from ..analysis.loss.outcome import MAX_GAP
 from ..analysis.recommendation.options import Budget, WorstErrors
 from ..analysis.recommendation.recommend import Recommendation, TensorFix
@@ -35,11 +35,11 @@ from ..analysis.recommendation.snippets.snippet import Snippet
 from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
 from ..analysis.story.story import draw_event_strip, story
+from ..analysis.story.summary import serialize_comparison, tell_drifted_tensors, write_markdown
 from ..analysis.story.summary import tell_conclusion as tell_comparison
-from ..analysis.story.summary import tell_tensors, to_json, write_markdown
 from ..core.keys import ROLES, SHOWN_AS, STATES, Key
-from ..core.table import load_modules
-from ..core.text import ABSENT, ARROW, ELLIPSIS, TENSOR, Column, format_count, format_number
+from ..core.table import load_feature_modules
+from ..core.text import ABSENT, ARROW, ELLIPSIS, TENSOR, TableColumn, format_count, format_number
 from ..errors import ConfigError
 from .console import (
     AsJson,
@@ -47,9 +47,9 @@ from .console import (
     By,
     Cluster,
     Top,
-    console,
+    make_console,
     print_json,
-    print_next,
+    print_next_step,
     print_notes,
     print_table,
     print_text,
@@ -106,9 +106,9 @@ def compare_command(
     if baseline is None:
         raise ConfigError("--baseline is missing; name a good run: compare RUN --baseline BASELINE")
     if html is not None:
-        from ..tensorboard_plugin.page.report import check_report
+        from ..tensorboard_plugin.page.report import check_report_path
 
-        check_report(html)
+        check_report_path(html)
     with on_cluster(cluster), show_progress("reading the records", *(f"comparing {path}" for path in run)) as over:
         first, *others = _read_runs([baseline, *run, *([reference] if reference else [])], by)
         over()
@@ -117,28 +117,30 @@ def compare_command(
         for run_read in others:
             comparisons.append(compare(run_read, first, other, by, rename or ()))
             over()
-        ranked = [order_by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
+        ranked = [sort_rows_by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
     if html is not None:  # before we print, because a reader of the output may end this process
-        from ..tensorboard_plugin.page.report import ReportSubject, write_report
+        from ..tensorboard_plugin.page.report import ReportRecords, write_report
 
         paths = [run.path for run in others]
         with show_progress(f"writing {html}"):
-            write_report(html, ReportSubject(first.path, paths, other.path if other else None, by, rename or ()))
+            write_report(html, ReportRecords(first.path, paths, other.path if other else None, by, rename or ()))
     if as_json:
-        plain = [told | {"tensors": tensors} for told, tensors in zip(map(to_json, comparisons), ranked, strict=True)]
+        plain = [
+            told | {"tensors": tensors} for told, tensors in zip(map(serialize_comparison, comparisons), ranked, strict=True)
+        ]
         print_json(plain[0] if len(plain) == 1 else {"comparisons": plain})
     else:
         for found, tensors in zip(comparisons, ranked, strict=True):
             _print_comparison(found, tensors, None if everything else top)
         also = _repeat_reference(reference)
         harmed = [path for path, each in zip(run, comparisons, strict=True) if each.loss.harm in ("harmful", "likely")]
-        print_next(console(), command=["diagnose", str([*harmed, *run][0]), "--baseline", str(baseline), *also])
+        print_next_step(make_console(), command=["diagnose", str([*harmed, *run][0]), "--baseline", str(baseline), *also])
 
 
 def _read_runs(paths: list[Path], by: str) -> list[Run]:
     """Read several runs in parallel. Leave out samples of skipped steps, as `diagnose` does."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda path: Run.read(path, by).without_skipped(), paths))
+        return list(pool.map(lambda path: Run.read(path, by).drop_skipped_steps(), paths))
 
 
 def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], top: int | None) -> None:
@@ -147,14 +149,14 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
         tensors: rows of `found.tensors` in the order of harm.
         top: largest number of rows in each table, or None to print everything.
     """
-    out = console()
+    out = make_console()
     print_text(out, tell_comparison(found))
     _print_losses(out, found)
     _print_ranking(out, tensors[:top], found.run.unit)
     order = found.out_of_band if top is None else found.out_of_band.head(top)
     _print_order(out, order, found.run.unit)
-    for module in load_modules("two_runs"):
-        rows = found.features[module.NAME]
+    for module in load_feature_modules("two_runs"):
+        rows = found.feature_comparisons[module.NAME]
         _print_feature(out, module, rows if top is None else rows.head(top))
     settings = found.differences().to_dicts()
     told = [row for row in settings if row["telling"]][:top] if top is not None else settings
@@ -164,7 +166,7 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
     if top is None:
         _print_groups(out, found)
         _print_other_formats(out, _tried_states(found))
-    sentences = tell_tensors(found) if top is None else describe_concentration(found.tensors)
+    sentences = tell_drifted_tensors(found) if top is None else describe_common_property(found.tensors)
     if sentences:
         out.print()
         print_text(out, " ".join(sentences))
@@ -180,11 +182,16 @@ def _print_comparison(found: Comparison, tensors: Sequence[Mapping[str, Any]], t
 def _print_losses(out: Console, found: Comparison) -> None:
     unit = found.run.unit
     columns = (
-        *(Column("run", "text"), Column("lowest loss"), Column(f"at {unit}", rank=2), Column("final loss")),
-        *(Column("above baseline since"), Column("rises since"), Column("record", "name", rank=1)),
+        *(
+            TableColumn("run", "text"),
+            TableColumn("lowest loss"),
+            TableColumn(f"at {unit}", rank=2),
+            TableColumn("final loss"),
+        ),
+        *(TableColumn("above baseline since"), TableColumn("rises since"), TableColumn("record", "name", rank=1)),
     )
     rows = []
-    for name, run in to_json(found)["runs"].items():
+    for name, run in serialize_comparison(found)["runs"].items():
         at, lowest = run["lowest_loss"] or (None, None)
         losses = format_number(lowest, digits=4), _show_step(at), format_number(run["final_loss"], digits=4)
         since = [_show_step(run[key]) for key in ("above_baseline_since", "diverged_at")]
@@ -194,8 +201,8 @@ def _print_losses(out: Console, found: Comparison) -> None:
 
 def _print_ranking(out: Console, tensors: Sequence[Mapping[str, Any]], unit: str) -> None:
     columns = (
-        *(*TENSOR, Column(f"since {unit}"), Column("underflow %", rank=1), Column("amax", rank=2)),
-        *(Column("MSE ratio", rank=3), Column("drift (log2)", rank=4), Column("overflow %", rank=5)),
+        *(*TENSOR, TableColumn(f"since {unit}"), TableColumn("underflow %", rank=1), TableColumn("amax", rank=2)),
+        *(TableColumn("MSE ratio", rank=3), TableColumn("drift (log2)", rank=4), TableColumn("overflow %", rank=5)),
     )
     rows = []
     for row in tensors:
@@ -207,8 +214,8 @@ def _print_ranking(out: Console, tensors: Sequence[Mapping[str, Any]], unit: str
 
 def _print_order(out: Console, order: pl.DataFrame, unit: str) -> None:
     columns = (
-        *(Column(f"since {unit}"), *TENSOR, Column(f"baseline {ARROW} run", "text", least=40)),
-        *(Column("times threshold", rank=1), Column("next to the loss", "text", rank=2)),
+        *(TableColumn(f"since {unit}"), *TENSOR, TableColumn(f"baseline {ARROW} run", "text", least=40)),
+        *(TableColumn("times threshold", rank=1), TableColumn("next to the loss", "text", rank=2)),
     )
     rows = []
     for row in order.iter_rows(named=True):
@@ -222,11 +229,11 @@ def _print_groups(out: Console, found: Comparison) -> None:
     if found.out_of_band.is_empty():
         return
     columns = (
-        *(Column("by", "text"), Column("group", "text"), Column("tensors"), Column("out of band")),
-        *(Column(f"first from {found.run.unit}"), Column("median drift (log2)", rank=1)),
+        *(TableColumn("by", "text"), TableColumn("group", "text"), TableColumn("tensors"), TableColumn("out of band")),
+        *(TableColumn(f"first from {found.run.unit}"), TableColumn("median drift (log2)", rank=1)),
     )
     rows = []
-    for row in found.groups().iter_rows(named=True):
+    for row in found.count_out_of_band_groups().iter_rows(named=True):
         counts = f"{row['tensors']:,}", f"{row['out_of_band']:,}", _show_step(row["onset"])
         rows.append((row["by"], row["group"], *counts, format_number(row["drift_log2"])))
     print_table(out, "Groups of tensors", columns, rows)
@@ -238,19 +245,19 @@ def _print_feature(out: Console, module: ModuleType, rows: pl.DataFrame) -> None
     Args:
         module: the feature's module `two_runs`.
     """
-    columns = (*TENSOR, *(Column(heading, "text", rank=i) for i, heading in enumerate(module.HEADINGS)))
-    cells = [(row["tensor"], row["layer"], *module.show_row(row)) for row in rows.iter_rows(named=True)]
+    columns = (*TENSOR, *(TableColumn(heading, "text", rank=i) for i, heading in enumerate(module.HEADINGS)))
+    cells = [(row["tensor"], row["layer"], *module.format_comparison_cells(row)) for row in rows.iter_rows(named=True)]
     print_table(out, module.TITLE, columns, cells)
 
 
 def _tried_states(found: Comparison) -> pl.DataFrame:
     """Return the errors of the optimizers' tensors under each format that was tried, worst first."""
-    rows = found.what_if().filter(pl.col("role").is_in(list(STATES)))
+    rows = found.list_what_if_metrics().filter(pl.col("role").is_in(list(STATES)))
     return rows.sort("relative_error", descending=True, nulls_last=True, maintain_order=True)
 
 
 def _print_other_formats(out: Console, tried: pl.DataFrame) -> None:
-    columns = (*TENSOR, Column("recipe", "text"), *map(Column, ("underflow %", "relative error")))
+    columns = (*TENSOR, TableColumn("recipe", "text"), *map(TableColumn, ("underflow %", "relative error")))
     rows = []
     for row in tried.iter_rows(named=True):
         metrics = [format_number(row[metric]) for metric in ("underflow_pct", "relative_error")]
@@ -259,7 +266,7 @@ def _print_other_formats(out: Console, tried: pl.DataFrame) -> None:
 
 
 def _print_differences(out: Console, settings: Sequence[Mapping[str, Any]]) -> None:
-    columns = (Column("setting", "name"), Column("baseline", "text"), Column("run", "text"))
+    columns = (TableColumn("setting", "name"), TableColumn("baseline", "text"), TableColumn("run", "text"))
     rows = [(row["setting"], *(row[name] or ABSENT for name in ("baseline", "run"))) for row in settings]
     styles = ["bold yellow" if row["telling"] else "" for row in settings]
     print_table(out, "Settings that differ", columns, rows, styles)
@@ -328,21 +335,25 @@ def _print_advice(found: Diagnosis, run: Path, baselines: Sequence[Path] | None,
     run.
     """
     runs = [str(run), *repeat_option("--baseline", baselines)]
-    if advice := " ".join(tell_next(found, found.advice)):
-        has_plan = found.fix is not None and found.fix.changes
+    if advice := " ".join(tell_next_step(found, found.advice)):
+        has_plan = found.fix is not None and found.fix.changes_cast
         recommended = ["recommend", *runs, *_repeat_reference(reference), "--output", "fix"]
-        print_next(console(), advice, recommended if has_plan else [])
+        print_next_step(make_console(), advice, recommended if has_plan else [])
     else:
-        print_next(console(), command=["gate", *runs, "--max-gap", "0.5%"] if baselines else ["view", str(run)])
+        print_next_step(make_console(), command=["gate", *runs, "--max-gap", "0.5%"] if baselines else ["view", str(run)])
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
-    out = console()
+    out = make_console()
     print_text(out, tell_conclusion(found))
     _print_events(out, story(found)["events"], found.run.unit)
     columns = (
-        *(Column(f"since {found.run.unit}"), *TENSOR, Column("evidence", "text", least=36)),
-        *(Column("strength", "text", rank=1), Column("rule", "text", rank=2), Column("cause", "text", rank=3)),
+        *(TableColumn(f"since {found.run.unit}"), *TENSOR, TableColumn("evidence", "text", least=36)),
+        *(
+            TableColumn("strength", "text", rank=1),
+            TableColumn("rule", "text", rank=2),
+            TableColumn("cause", "text", rank=3),
+        ),
     )
     rows = [
         (
@@ -354,7 +365,7 @@ def _print_diagnosis(found: Diagnosis) -> None:
     print_table(out, "Findings that the verdict rests on", columns, rows[:_FINDINGS])
     if (left := len(rows) - _FINDINGS) > 0:
         print_text(out, f"and {left} more; --json prints them")
-    print_notes(out, [*tell_missed(found), *found.details, *found.notes])
+    print_notes(out, [*tell_possible_misses(found), *found.culprit_details, *found.notes])
 
 
 def _print_events(out: Console, events: Sequence[Mapping[str, Any]], unit: str) -> None:
@@ -370,7 +381,7 @@ def _print_events(out: Console, events: Sequence[Mapping[str, Any]], unit: str) 
         tensor, layer = SHOWN_AS.get(event["role"], ""), event["layer"] or ""
         what = event["what"].removeprefix(f"{tensor} of {layer}: ").replace(f"{tensor} of {layer}", "the tensor")
         rows.append((str(event["step"]), tensor, layer, what))
-    print_table(out, "Events", (Column(unit), *TENSOR, Column("what happened", "text", least=36)), rows)
+    print_table(out, "Events", (TableColumn(unit), *TENSOR, TableColumn("what happened", "text", least=36)), rows)
     if (left := len(events) - _EVENTS) > 0:
         print_text(out, f"and {left} more; --json prints them")
 
@@ -420,26 +431,26 @@ def recommend_command(
         diagnosis = diagnose(run, baseline, reference)
         over()
         found = diagnosis.recommend(budget, [_parse_operand(text) for text in operand or ()])
-    advice = [] if operand else tell_advice(diagnosis, diagnosis.find_fix(found))
+    advice = [] if operand else tell_advice(diagnosis, diagnosis.find_fix_of_blamed_tensor(found))
     output = output if found.plan.changes else None
     snippets = write_snippets(found, output) if output else make_snippets(found)
     if as_json:
         print_json(found.to_json() | {"advice": advice})
         return
-    out = console()
+    out = make_console()
     print_text(out, " ".join([*([] if operand else [tell_conclusion(diagnosis)]), _tell_changes(found, output)]))
     _print_recommendation(out, found, snippets, output)
     # If there is a plan, leave out advice on other things, such as a missing baseline.
-    is_about_plan = not found.plan.changes or diagnosis.find_fix(found) is not None
-    told = " ".join(tell_next(diagnosis, advice)) if is_about_plan else ""
+    is_about_plan = not found.plan.changes or diagnosis.find_fix_of_blamed_tensor(found) is not None
+    told = " ".join(tell_next_step(diagnosis, advice)) if is_about_plan else ""
     runs = [str(run), *repeat_option("--baseline", baseline), *_repeat_reference(reference)]
     if output:
-        print_next(out, told, ["rescue", str(output / PLAN), "--", "COMMAND"])
+        print_next_step(out, told, ["rescue", str(output / PLAN), "--", "COMMAND"])
     elif found.plan.changes:
         again = [*runs, *repeat_option("--operand", operand), *_repeat_limits(budget), "--output", "fix"]
-        print_next(out, told, ["recommend", *again])
+        print_next_step(out, told, ["recommend", *again])
     else:
-        print_next(out, told, [] if told else ["diagnose", *runs])
+        print_next_step(out, told, [] if told else ["diagnose", *runs])
 
 
 def _repeat_limits(budget: Budget) -> list[str]:
@@ -459,7 +470,7 @@ def _parse_operand(text: str) -> Key:
 
 def _tell_changes(found: Recommendation, folder: Path | None) -> str:
     """Return a sentence: how many operands another cast helps, and whether the plan was written."""
-    n = sum(finding.changes for finding in found.findings)
+    n = sum(finding.changes_cast for finding in found.findings)
     if not found.findings and not found.notes:
         return "No recipe is to blame: there is nothing to change, and nothing was written."
     if not found.plan.changes:
@@ -472,14 +483,14 @@ def _print_recommendation(out: Console, found: Recommendation, snippets: list[Sn
     _print_fixes(out, found)
     files = [(str(snippet.name if folder is None else folder / snippet.name), snippet.about) for snippet in snippets]
     title = "Files that --output writes" if folder is None else "Files"
-    print_table(out, title, (Column("file", "name"), Column("for", "text")), files)
+    print_table(out, title, (TableColumn("file", "name"), TableColumn("for", "text")), files)
     print_notes(out, list(_tell_recommendation(found, snippets)))
 
 
 def _tell_recommendation(found: Recommendation, snippets: list[Snippet]) -> Iterator[str]:
     """Yield the notes to print below the tables."""
     if found.before is not None and found.after is not None:
-        of_what = "" if found.in_use else ", assuming that all measured GEMMs are quantized"
+        of_what = "" if found.is_run_quantized else ", assuming that all measured GEMMs are quantized"
         shares = f"{_show_share(found.before)} {ARROW} {_show_share(found.after)}"
         yield f"FP8 coverage, share of the GEMMs' FLOPs{of_what}: {shares}."
     if found.ends:
@@ -499,24 +510,29 @@ def _print_fixes(out: Console, found: Recommendation) -> None:
         f"overflow {format_number(limits.overflow_pct, '%')}"
     )
     columns = (
-        *(*TENSOR, Column("change", "text", least=14), Column("why", "text", rank=1), Column("relative error", rank=2)),
-        *(Column("underflow %", rank=3), Column("overflow %", rank=5), Column("coverage cost", rank=4)),
-        Column("in use" if found.in_use else "measured under", "text", rank=6),
+        *(
+            *TENSOR,
+            TableColumn("change", "text", least=14),
+            TableColumn("why", "text", rank=1),
+            TableColumn("relative error", rank=2),
+        ),
+        *(TableColumn("underflow %", rank=3), TableColumn("overflow %", rank=5), TableColumn("coverage cost", rank=4)),
+        TableColumn("in use" if found.is_run_quantized else "measured under", "text", rank=6),
     )
     rows = []
     for finding in found.findings:
-        stay, chosen = finding.options[0], finding.chosen
+        stay, chosen = finding.options[0], finding.chosen_option
         metrics = [_show_change(finding, stay.errors, chosen.errors, name) for name in WorstErrors.__annotations__]
         cost = ABSENT if finding.cost is None else _show_share(finding.cost)
-        about = SHOWN_AS[finding.role], finding.layer, finding.change, finding.why
+        about = SHOWN_AS[finding.role], finding.layer, finding.change_description, finding.why
         rows.append((*about, *metrics, cost, stay.recipe))
     print_table(out, f"Cheapest changes within {bounds} (worst samples)", columns, rows)
 
 
 def _show_change(finding: TensorFix, now: WorstErrors | None, then: WorstErrors | None, name: str) -> str:
     shown = [format_number(getattr(errors, name) if errors else None) for errors in (now, then)]
-    about = "about " if finding.chosen.approximate and then is not None else ""
-    return f"{shown[0]} {ARROW} {about}{shown[1]}" if finding.changes else shown[0]
+    about = "about " if finding.chosen_option.approximate and then is not None else ""
+    return f"{shown[0]} {ARROW} {about}{shown[1]}" if finding.changes_cast else shown[0]
 
 
 def _show_share(share: float) -> str:

@@ -9,22 +9,22 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from ..analysis.checkpoint.audit import Audit, audit, lacks_scale
-from ..analysis.comparison.compare import split_off_experts
-from ..analysis.replay.replay import SOURCES, add_to_record, replay
+from ..analysis.checkpoint.audit import CheckpointAudit, audit, lacks_scale
+from ..analysis.comparison.compare import split_off_single_experts
+from ..analysis.replay.replay import SOURCES, replay, write_replayed_rows
 from ..core.keys import SHOWN_AS
-from ..core.layer_names import compile_patterns
-from ..core.text import ABSENT, TENSOR, Column, format_count, format_number
+from ..core.layer_names import compile_layer_patterns
+from ..core.text import ABSENT, TENSOR, TableColumn, format_count, format_number
 from ..errors import ConfigError, RecordError
 from ..numerics.recipe import parse_recipe
-from ..record.reader import find_run
+from ..record.reader import find_record
 from .console import (
     AsWholeJson,
     Record,
     Top,
-    console,
+    make_console,
     print_json,
-    print_next,
+    print_next_step,
     print_notes,
     print_table,
     print_text,
@@ -71,9 +71,9 @@ def replay_command(
     if source not in SOURCES:
         raise ConfigError(f"--source {source!r}: expected {' or '.join(SOURCES)}")
     parsed = [parse_recipe(name) for name in recipe]
-    storage = find_run(run)
+    storage = find_record(run)
     recipes = ", ".join(wanted.name for wanted in parsed)
-    print_text(console(stderr=True), f"replay adds rows under {recipes} to the table `replayed` of {storage}.")
+    print_text(make_console(stderr=True), f"replay adds rows under {recipes} to the table `replayed` of {storage}.")
     with show_progress(f"reading {run}", *(f"recomputing under {wanted.name}" for wanted in parsed)) as over:
         frames = {"in use": replay(storage, None, source, cluster)}
         if frames["in use"].is_empty():
@@ -81,17 +81,17 @@ def replay_command(
         for wanted in parsed:
             over()
             frames[wanted.name] = replay(storage, wanted, source, cluster)
-            add_to_record(storage, frames[wanted.name])
+            write_replayed_rows(storage, frames[wanted.name])
     added = sum(len(frame) for frame in frames.values()) - len(frames["in use"])
     if as_json:
         # One row for each tensor and recipe. The recipe `in use` means the scales of the run.
         plain = [{"recipe": name, **row} for name, rows in _medians(frames).items() for row in rows.to_dicts()]
         print_json({"run": str(storage), "added": added, "tensors": plain})
         return
-    medians, out = _medians(frames), console()
+    medians, out = _medians(frames), make_console()
     print_text(out, f"{_tell_best(medians)} We added {format_count(added, 'row')} to the table `replayed` of {storage}.")
     _print_replayed(medians, top)
-    print_next(out, command=["view", run])
+    print_next_step(out, command=["view", run])
 
 
 def _tell_best(medians: dict[str, pl.DataFrame]) -> str:
@@ -113,17 +113,17 @@ def _medians(frames: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
 
 
 def _print_replayed(medians: dict[str, pl.DataFrame], top: int) -> None:
-    listed, experts = split_off_experts(medians["in use"])
+    listed, experts = split_off_single_experts(medians["in use"])
     what = format_count(len(listed), "tensor") + (", experts of a layer as one" if len(experts) else "")
     metrics = ("relative error", "underflow %", "overflow %")
-    columns = [Column(f"{metric} {name}", rank=rank) for rank, metric in enumerate(metrics) for name in medians]
+    columns = [TableColumn(f"{metric} {name}", rank=rank) for rank, metric in enumerate(metrics) for name in medians]
     worst = listed.sort("relative_error", descending=True, nulls_last=True).head(top)
     by_key = {name: {(r["layer"], r["role"]): r for r in rows.to_dicts()} for name, rows in medians.items()}
     rows = []
     for layer, role in worst.select("layer", "role").rows():
         found = [by_key[name].get((layer, role), {}) for name in medians]
         rows.append((SHOWN_AS[role], layer, *(format_number(row.get(metric)) for metric in _SHOWN for row in found)))
-    print_table(console(), f"{what}, worst first; medians over all steps", (*TENSOR, *columns), rows)
+    print_table(make_console(), f"{what}, worst first; medians over all steps", (*TENSOR, *columns), rows)
 
 
 # --- audit ----------------------------------------------------------------------------------------------------------------
@@ -148,16 +148,16 @@ def audit_command(
 ) -> None:
     """Check how much a checkpoint's weights lose in FP8 and BF16, and whether stored scales still fit the weights."""
     with show_progress(f"reading {checkpoint}"):
-        found = audit(checkpoint, _parse_recipe(recipe), compile_patterns(layers))
+        found = audit(checkpoint, _parse_recipe(recipe), compile_layer_patterns(layers))
     if as_json:
         print_json(found)
         return
     _print_audit(found, top)
     faulty = any(row["nan"] or row["inf"] or lacks_scale(row) for row in found.rows)
     if faulty:
-        print_next(console(), "save the checkpoint again: weights have NaN, infinity or no scale.")
+        print_next_step(make_console(), "save the checkpoint again: weights have NaN, infinity or no scale.")
     else:
-        print_next(console(), command=["audit", str(checkpoint), "--json"])
+        print_next_step(make_console(), command=["audit", str(checkpoint), "--json"])
 
 
 def _parse_recipe(text: str) -> str | dict[str, Any]:
@@ -170,16 +170,16 @@ def _parse_recipe(text: str) -> str | dict[str, Any]:
     return parsed
 
 
-def _print_audit(found: Audit, top: int) -> None:
-    out, fp8 = console(), found.fp8_format.name
+def _print_audit(found: CheckpointAudit, top: int) -> None:
+    out, fp8 = make_console(), found.fp8_format.name
     read, *findings = found.verdict()
     for sentence in findings:
         print_text(out, sentence)
     columns = (
-        *(Column("weight", "name"), Column("dtype", "text", rank=6), Column("amax", rank=2)),
-        *(Column("outliers (log2)", rank=5), Column(f"{fp8} error %"), Column("underflow %", rank=4)),
-        *(Column("BF16 error %", rank=3), Column("stored scale", "text"), Column("its ratio (log2)")),
-        *(Column("its error %", rank=1), Column("its overflow %", rank=4)),
+        *(TableColumn("weight", "name"), TableColumn("dtype", "text", rank=6), TableColumn("amax", rank=2)),
+        *(TableColumn("outliers (log2)", rank=5), TableColumn(f"{fp8} error %"), TableColumn("underflow %", rank=4)),
+        *(TableColumn("BF16 error %", rank=3), TableColumn("stored scale", "text"), TableColumn("its ratio (log2)")),
+        *(TableColumn("its error %", rank=1), TableColumn("its overflow %", rank=4)),
     )
     rows = []
     for row in found.rows[:top]:

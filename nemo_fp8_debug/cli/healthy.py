@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..analysis.bands.bands import FEWEST, Bands
+from ..analysis.bands.bands import FEWEST, HealthyBands
 from ..analysis.loss.gap import CHECK_DATA
 from ..analysis.loss.gate import (
     CANNOT_TELL,
@@ -18,14 +18,24 @@ from ..analysis.loss.gate import (
     PUBLISHED,
     THIS_PAIR,
     TRAINING,
-    Acceptance,
-    Gate,
+    GateResult,
+    LossGate,
     gate_all_losses,
 )
 from ..analysis.runs.run import Run
 from ..core.text import format_count, format_number
 from ..errors import ConfigError, RecordError
-from .console import AsJson, By, console, print_json, print_next, print_notes, print_text, repeat_option, show_progress
+from .console import (
+    AsJson,
+    By,
+    make_console,
+    print_json,
+    print_next_step,
+    print_notes,
+    print_text,
+    repeat_option,
+    show_progress,
+)
 
 EXAMPLES = {
     "gate": (
@@ -74,15 +84,15 @@ def gate_command(
     if as_json:
         print_json(found)
     else:
-        out, (first, *others) = console(), tell_outcome(found, runs[0].unit)
+        out, (first, *others) = make_console(), tell_outcome(found, runs[0].unit)
         print_text(out, first)
         print_notes(out, others)
         if found.outcome == FAIL:
-            print_next(out, command=["diagnose", str(run[0]), *repeat_option("--baseline", baseline)])
+            print_next_step(out, command=["diagnose", str(run[0]), *repeat_option("--baseline", baseline)])
         elif found.outcome == PASS:
-            print_next(out, "accept the run. It is as good as its baseline, within the limit.")
+            print_next_step(out, "accept the run. It is as good as its baseline, within the limit.")
         else:
-            print_next(out, "train on, or repeat the run and its baseline with more seeds.")
+            print_next_step(out, "train on, or repeat the run and its baseline with more seeds.")
     raise typer.Exit(STATUS[found.outcome])
 
 
@@ -93,17 +103,17 @@ def _parse_percent(text: str, option: str) -> float:
         raise ConfigError(f"{option} {text!r} is no percentage; write it as 0.5%") from None
 
 
-def tell_outcome(found: Acceptance, unit: str) -> list[str]:
+def tell_outcome(found: GateResult, unit: str) -> list[str]:
     """Return the outcome as a sentence, followed by notes on it."""
-    first, decisive = found.loss.gaps[0], found.gates[found.decisive]
+    first, decisive = found.loss.gaps[0], found.gates[found.decisive_loss_name]
     limit = format_number(decisive.max_gap, "%")
-    lines = [f"{found.outcome.upper()}: {_tell_gap(found.decisive, decisive, unit)}; limit {limit}."]
+    lines = [f"{found.outcome.upper()}: {_tell_gap(found.decisive_loss_name, decisive, unit)}; limit {limit}."]
     if any(each.is_far_below for each in found.gates.values()):
         lines.append(f"A loss far below the baseline's loss does not pass. {CHECK_DATA}")
     if found.outcome == CANNOT_TELL:
         lines.append(_tell_missing(decisive, unit))
     for name, each in found.gates.items():
-        if name != found.decisive:
+        if name != found.decisive_loss_name:
             lines.append(f"{each.outcome.capitalize()}: {_tell_gap(name, each, unit)}.")
     lines += [f"Not judged: validation, {name}; {why}." for name, why in found.not_judged.items()]
     if decisive.of == THIS_PAIR:
@@ -116,9 +126,9 @@ def tell_outcome(found: Acceptance, unit: str) -> list[str]:
     return lines
 
 
-def _tell_gap(name: str, each: Gate, unit: str) -> str:
+def _tell_gap(name: str, each: LossGate, unit: str) -> str:
     """Return a clause with a gap, its bounds and its steps."""
-    low, high = (format_number(bound, "%", signed=True) for bound in each.bounds)
+    low, high = (format_number(bound, "%", signed=True) for bound in each.confidence_bounds)
     gap = each.gaps[0]
     n = format_count(gap.n, *(("loss", "losses") if name == TRAINING else ("evaluation",)))
     where = f"{unit}s {gap.first} to {gap.last}, {n}"
@@ -130,12 +140,13 @@ def _tell_gap(name: str, each: Gate, unit: str) -> str:
     return f"the gap of {of} is {format_number(each.gap, '%', signed=True)}{range_}, {above} {below} ({where})"
 
 
-def _tell_missing(found: Gate, unit: str) -> str:
+def _tell_missing(found: LossGate, unit: str) -> str:
     if found.of != THIS_PAIR:
         return "More seeds of the run and of the baseline would decide."
-    if found.more_steps is None:
+    if found.estimated_steps_to_decide is None:
         return "The gap is as large as the limit: no number of steps would decide."
-    return f"About {format_number(float(found.more_steps))} more {unit}s would decide, if the gap stays the same."
+    more = format_number(float(found.estimated_steps_to_decide))
+    return f"About {more} more {unit}s would decide, if the gap stays the same."
 
 
 # --- learn ----------------------------------------------------------------------------------------------------------------
@@ -150,7 +161,7 @@ def learn_command(
     if output.exists():
         raise ConfigError(f"{output} exists and is not overwritten; name another file")
     with show_progress(*(f"reading {path}" for path in runs)) as over:
-        bands = Bands.learn(_read_runs(runs, over))
+        bands = HealthyBands.learn(_read_runs(runs, over))
     bands.write(output)
     kinds = bands.table.select("purpose", "role", "recipe", "part").unique()
     judged = bands.table.filter(bands.table["runs"] >= FEWEST).select(kinds.columns).unique()
@@ -158,13 +169,13 @@ def learn_command(
         plain = {"runs": bands.runs, "families": list(bands.families), "kinds": len(kinds), "judged": len(judged)}
         print_json({"output": str(output), **plain})
         return
-    out, n = console(), format_count(bands.runs, "run")
+    out, n = make_console(), format_count(bands.runs, "run")
     families = ", ".join(bands.families) or "unknown models"
     kinds_told = format_count(len(kinds), "kind of operand", "kinds of operands")
     print_text(out, f"We learned bands for {len(judged)} of {kinds_told} from {n} of {families}, and wrote {output}.")
     if len(judged) < len(kinds):
         print_notes(out, [f"The other kinds come from fewer than {FEWEST} runs, so we ignore them. Add runs to use them."])
-    print_next(out, command=["diagnose", "RUN", "--bands", str(output)])
+    print_next_step(out, command=["diagnose", "RUN", "--bands", str(output)])
 
 
 def _read_runs(runs: list[Path], over: Callable[[], None]) -> Iterator[Run]:

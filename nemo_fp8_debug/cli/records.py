@@ -9,14 +9,24 @@ from typing import Annotated
 
 import typer
 
-from ..core.text import ARROW, Column, format_count, format_number
+from ..core.text import ARROW, TableColumn, format_count, format_number
 from ..errors import ConfigError
-from ..numerics.metric_names import name_metric
+from ..numerics.metric_names import label_metric
 from ..record.imports import import_logs
-from ..record.merging import Compacted, TableSize, compact, copy_record
+from ..record.merging import CompactionResult, SizeOfTableParts, compact_record, copy_record
 from ..record.schema import SCHEMAS
 from ..record.views import sql_views
-from .console import AsJson, Record, console, print_json, print_next, print_notes, print_table, print_text, show_progress
+from .console import (
+    AsJson,
+    Record,
+    make_console,
+    print_json,
+    print_next_step,
+    print_notes,
+    print_table,
+    print_text,
+    show_progress,
+)
 
 EXAMPLES = {
     "import": (
@@ -60,15 +70,15 @@ def import_command(
         told = {"tool": found.tool, "files": len(found.files), "output": output, **counts}
         print_json({**told, "metrics": found.mapped, "left_out": found.left_out})
         return
-    out = console()
+    out = make_console()
     what = f"{format_count(len(found.files), f'{found.tool} file')} into {output}"
     which = f"{format_count(len(found.tensors), 'tensor')} at {format_count(len(steps), 'step')} ({steps[0]} to {steps[-1]})"
     print_text(out, f"We imported {what}: {which}, {format_count(losses, 'loss', 'losses') if losses else 'no losses'}.")
-    rows = [(name_metric(metric), f"{n:,}") for metric, n in sorted(found.mapped.items())]
-    print_table(out, "Values by metric", (Column("metric", "text"), Column("values")), rows)
+    rows = [(label_metric(metric), f"{n:,}") for metric, n in sorted(found.mapped.items())]
+    print_table(out, "Values by metric", (TableColumn("metric", "text"), TableColumn("values")), rows)
     left = [(what, f"{n:,}") for what, n in sorted(found.left_out.items())]
-    print_table(out, "Left out", (Column("what", "text"), Column("values")), left)
-    print_next(out, command=["diagnose", output])
+    print_table(out, "Left out", (TableColumn("what", "text"), TableColumn("values")), left)
+    print_next_step(out, command=["diagnose", output])
 
 
 # --- view -----------------------------------------------------------------------------------------------------------------
@@ -99,20 +109,20 @@ def _export(folder: Path, runs: list[str]) -> None:
 
     with show_progress(f"writing {folder}"):
         files, size = export_page(folder, runs)
-    out = console()
+    out = make_console()
     print_text(out, f"We wrote {format_count(files, 'file')}, {format_number(size / 1e6)} MB, into {folder}.")
-    print_next(out, f"open {folder / 'index.html'} in a browser.")
+    print_next_step(out, f"open {folder / 'index.html'} in a browser.")
 
 
 def _serve(runs: list[str], host: str, port: int, open_: bool) -> None:
-    from ..tensorboard_plugin.page.server import bind_server
+    from ..tensorboard_plugin.page.server import make_bound_server
     from ..tensorboard_plugin.records.logdir import name_roots
 
-    with contextlib.suppress(KeyboardInterrupt), bind_server(name_roots(runs), host, port) as serving:
+    with contextlib.suppress(KeyboardInterrupt), make_bound_server(name_roots(runs), host, port) as serving:
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{serving.port}/"
-        print_text(console(), f"Serving {', '.join(runs)} at {address}")
-        print_next(console(), f"open {address} in a browser. Ctrl+C ends the server.")
+        print_text(make_console(), f"Serving {', '.join(runs)} at {address}")
+        print_next_step(make_console(), f"open {address} in a browser. Ctrl+C ends the server.")
         if open_:
             webbrowser.open(address)
         serving.serve_forever()
@@ -147,34 +157,39 @@ def compact_command(
         if output:
             place = str(copy_record(run, output))
             over()
-        done = compact(place, every, killed, over)
+        done = compact_record(place, every, killed, over)
     if as_json:
         print_json({"run": str(done.run), "before": done.before, "after": done.after, "left_as_they_were": done.left})
     else:
         _print_sizes(done)
 
 
-def _print_sizes(done: Compacted) -> None:
-    out, before, after = console(), _add_up(done.before), _add_up(done.after)
+def _print_sizes(done: CompactionResult) -> None:
+    out, before, after = make_console(), _add_up(done.before), _add_up(done.after)
     files = f"{format_count(before.files, 'file')} into {after.files:,}"
     sizes = f"{format_number(before.bytes / 1e6)} {ARROW} {format_number(after.bytes / 1e6)} MB"
     print_text(out, f"We merged {files} in {done.run}: {sizes}.")
     headings = ("files", "rows", "MB")
-    columns = (Column("table", "text"), *(Column(f"{name} {when}") for name in headings for when in ("before", "after")))
-    rows = [_show_sizes(table, size, done.after.get(table, TableSize(0, 0, 0))) for table, size in done.before.items()]
+    columns = (
+        TableColumn("table", "text"),
+        *(TableColumn(f"{name} {when}") for name in headings for when in ("before", "after")),
+    )
+    rows = [
+        _show_sizes(table, size, done.after.get(table, SizeOfTableParts(0, 0, 0))) for table, size in done.before.items()
+    ]
     print_table(out, "Tables", columns, [*rows, _show_sizes("all", before, after)])
     if done.left:
         parts = format_count(len(done.left), "part")
         print_notes(out, [f"{parts} cannot be read whole and were left unchanged; the first is {done.left[0]}."])
-    print_next(out, command=["view", str(done.run)])
+    print_next_step(out, command=["view", str(done.run)])
 
 
-def _add_up(sizes: dict[str, TableSize]) -> TableSize:
+def _add_up(sizes: dict[str, SizeOfTableParts]) -> SizeOfTableParts:
     found = list(sizes.values())
-    return TableSize(sum(s.files for s in found), sum(s.bytes for s in found), sum(s.rows for s in found))
+    return SizeOfTableParts(sum(s.files for s in found), sum(s.bytes for s in found), sum(s.rows for s in found))
 
 
-def _show_sizes(table: str, before: TableSize, after: TableSize) -> tuple[str, ...]:
+def _show_sizes(table: str, before: SizeOfTableParts, after: SizeOfTableParts) -> tuple[str, ...]:
     counts = (f"{count:,}" for count in (before.files, after.files, before.rows, after.rows))
     return table, *counts, *(format_number(size.bytes / 1e6) for size in (before, after))
 
@@ -191,4 +206,4 @@ def sql_command(
     A view returns the same rows as read_record: each row once, from a step's latest attempt, with current names.
     """
     print(sql_views(run, engine), end="")
-    print_next(console(stderr=True), f"run this SQL in {engine}, then query the views.")
+    print_next_step(make_console(stderr=True), f"run this SQL in {engine}, then query the views.")

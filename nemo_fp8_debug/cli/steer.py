@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from ..core.keys import SHOWN_AS
-from ..core.text import Column, format_count, format_number
+from ..core.text import TableColumn, format_count, format_number
 from ..errors import ConfigError, RecordError, warn
-from ..options.control_file import NAME, Control
+from ..options.control_file import NAME, ControlSettings
 from ..plan.plan import PLAN, TAKEN, Plan
-from ..record.reader import find_run, read_status
+from ..record.reader import find_record, read_status
 from ..record.schema import STATUS
-from ..record.storage import Storage
-from .console import AsJson, Record, console, print_json, print_next, print_table, print_text
+from ..record.storage import FolderStorage
+from .console import AsJson, Record, make_console, print_json, print_next_step, print_table, print_text
 
 EXAMPLES = {
     "control": (
@@ -65,27 +65,29 @@ def control_command(
     Without options, you see the last change. A setting that you leave out returns to the value that the run started with.
     The run reads the settings before each sampled step.
     """
-    storage = find_run(run)
+    storage = find_record(run)
     given = {"interval": interval, "layers": layers, "roles": roles, "what_if": what_if, "dump": dump}
     wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v}
     if reset or wanted or steps is not None:
         # Parse the settings as the run will parse them, so that mistakes show here.
-        control = Control.parse("" if reset else str(Control(wanted, steps)))
+        control = ControlSettings.parse("" if reset else str(ControlSettings(wanted, steps)))
         last = _tell_last_status(storage)
         _write(storage, str(control))
         if as_json:
             print_json({"wrote": storage.path(NAME), "settings": str(control)})
         else:
-            print_text(console(), f"We wrote {storage.path(NAME)}. The run applies it from its next sampled step on{last}.")
-            print_next(console(), command=["control", run])
+            print_text(
+                make_console(), f"We wrote {storage.path(NAME)}. The run applies it from its next sampled step on{last}."
+            )
+            print_next_step(make_console(), command=["control", run])
     elif as_json:
         print_json(_read_status(storage))
     else:
         _print_status(storage)
-        print_next(console(), command=["control", run, "--help"])
+        print_next_step(make_console(), command=["control", run, "--help"])
 
 
-def _tell_last_status(storage: Storage) -> str:
+def _tell_last_status(storage: FolderStorage) -> str:
     """Return a phrase that says when the run last wrote its status.
 
     Raises:
@@ -112,14 +114,14 @@ def _as_time(seconds: float) -> str:
         return "an unknown day"
 
 
-def _write(storage: Storage, text: str) -> None:
+def _write(storage: FolderStorage, text: str) -> None:
     try:
-        storage.write(NAME, text.encode())
+        storage.replace_file(NAME, text.encode())
     except Exception as error:  # each driver of a remote file system has its own errors
         raise RecordError(f"{storage.path(NAME)} cannot be written: {error}") from None
 
 
-def _read_status(storage: Storage) -> dict[str, Any]:
+def _read_status(storage: FolderStorage) -> dict[str, Any]:
     """Return the status of a run, with its control and dumps.
 
     Raises:
@@ -132,7 +134,7 @@ def _read_status(storage: Storage) -> dict[str, Any]:
         raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
 
 
-def _print_status(storage: Storage) -> None:
+def _print_status(storage: FolderStorage) -> None:
     status = _read_status(storage)
     control, dump = status["control"], status["dump"]
     shown = {f"control: {k}": v for k, v in control.items() if k not in ("checksum", "written")}
@@ -142,10 +144,10 @@ def _print_status(storage: Storage) -> None:
         progress = _tell_progress(dump)
     except (TypeError, ValueError, OverflowError) as error:  # not numbers
         raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
-    out = console()
+    out = make_console()
     print_text(out, f"The run in {storage} has {'ended' if ended else 'not ended'}, {at}.")
     rows = [(key, str(value).strip()) for key, value in {**ended, **shown, **progress}.items()]
-    print_table(out, "Status", (Column("what", "text"), Column("value", "text")), rows)
+    print_table(out, "Status", (TableColumn("what", "text"), TableColumn("value", "text")), rows)
 
 
 def _tell_progress(dump: dict[str, Any]) -> dict[str, str]:
@@ -176,9 +178,9 @@ def rescue_command(
     changes = Plan.load(plan).changes
     if not changes:
         raise ConfigError(f"{plan} has no changes, so the run would not differ")
-    out = console()
+    out = make_console()
     print_text(out, f"We run the command with {format_count(len(changes), 'change')} of {plan} applied.")
-    columns = (Column("layer", "name"), Column("tensors", "text"), Column("recipe", "text"))
+    columns = (TableColumn("layer", "name"), TableColumn("tensors", "text"), TableColumn("recipe", "text"))
     rows = []
     for change in changes:
         how = change.recipe + (", multiplied in BF16" if change.multiply_in_bf16 else "")
@@ -203,7 +205,7 @@ def rescue_command(
         )
     else:
         then = "add FP8PlanCallback to the run and start it again, unless all its processes run on other hosts."
-    print_next(out, then)
+    print_next_step(out, then)
     raise typer.Exit(status)
 
 

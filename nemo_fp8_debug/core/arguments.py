@@ -16,7 +16,7 @@ _FIRST = 6
 _OF_SIGNATURE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
+def reject_unknown_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
     """Return a class decorator. For an unknown argument, the constructor raises `ConfigError` and lists the valid ones.
 
         @check_arguments()
@@ -70,7 +70,7 @@ def _explained(error: TypeError, unknown: Sequence[str], known: Sequence[str]) -
     return f"{error}; the arguments are {', '.join(known)}, and options must be passed by name, such as interval=100"
 
 
-def show_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as text for a message, on one line, and shortened if it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:60]} ... ({type(value).__name__})"
@@ -112,7 +112,7 @@ def check_number(name: str, value: Any, least: int) -> int:
     """
     number = check_whole_number(value)
     if number is None or number < least:
-        raise ConfigError(f"{name} is {show_value(value)}; it must be a whole number, at least {least}")
+        raise ConfigError(f"{name} is {format_value(value)}; it must be a whole number, at least {least}")
     return number
 
 
@@ -123,8 +123,8 @@ def check_strings(name: str, value: Any) -> None:
         ConfigError: the value is something else.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or any(not isinstance(v, str) for v in value):
-        meant = f", as [{show_value(value)}]" if isinstance(value, str) else ""
-        raise ConfigError(f"{name} is {show_value(value)}; it takes a list of strings{meant}")
+        meant = f", as [{format_value(value)}]" if isinstance(value, str) else ""
+        raise ConfigError(f"{name} is {format_value(value)}; it takes a list of strings{meant}")
 
 
 def check_choices(name: str, values: Collection[str], known: Collection[str]) -> None:

@@ -52,14 +52,14 @@ class ErrorGuard:
 
 
 class Guarded(Protocol):
-    """A class whose methods `guard_entry` can decorate."""
+    """A class whose methods `guard_entry_point` can decorate."""
 
     _errors: ErrorGuard
 
     def _drop_sample(self) -> None: ...
 
 
-def guard_entry(when: str) -> Callable[[F], F]:
+def guard_entry_point(when: str) -> Callable[[F], F]:
     """Return a decorator for a method that the run calls.
 
     An exception in the method drops the sample and gives a warning. KeyboardInterrupt and SystemExit also drop the sample,
@@ -115,25 +115,25 @@ class OperandGuard:
         self._on_fault, self._name, self._role, self._lost = on_fault, name, role, lost
 
     def __enter__(self) -> None:
-        self._modes = leave_modes()
+        self._modes = leave_dispatch_modes()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        restore_modes(self._modes)
+        restore_dispatch_modes(self._modes)
         if not isinstance(error, Exception):
             return False
         self._on_fault(self._name, self._role, error, self._lost)
         return True
 
 
-def leave_modes() -> Sequence[Any]:
-    """Leave this thread's dispatch modes and return them for `restore_modes`. If a mode is tracing, leave no mode."""
+def leave_dispatch_modes() -> Sequence[Any]:
+    """Leave this thread's dispatch modes and return them for `restore_dispatch_modes`. If a mode is tracing, leave none."""
     modes: Sequence[Any] = _python_dispatch._get_current_dispatch_mode_stack()
     if not modes or any(getattr(mode, "_mode_key", None) is not None for mode in modes):
         return _NONE
     return [_python_dispatch._pop_mode() for _ in modes]
 
 
-def restore_modes(modes: Sequence[Any]) -> None:
-    """Enter the modes that `leave_modes` returned."""
+def restore_dispatch_modes(modes: Sequence[Any]) -> None:
+    """Enter the modes that `leave_dispatch_modes` returned."""
     for mode in reversed(modes):
         _python_dispatch._push_mode(mode)

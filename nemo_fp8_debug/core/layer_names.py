@@ -25,7 +25,7 @@ def strip_wrappers(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def name_aggregate(name: str) -> str | None:
+def find_expert_aggregate(name: str) -> str | None:
     """Return the name of an expert's GEMM with `*` for the expert's number, or None for a GEMM outside experts.
 
     `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1` -> `decoder.layers.3.mlp.experts.local_experts.*.linear_fc1`
@@ -34,19 +34,19 @@ def name_aggregate(name: str) -> str | None:
     return f"{found[1]}*{found[2] or ''}" if found else None
 
 
-def aggregate_key(layer: str, role: str) -> tuple[str, str] | None:
+def find_aggregate_key(layer: str, role: str) -> tuple[str, str] | None:
     """Return (aggregate, role) of an expert's operand, or None for a layer outside experts."""
-    aggregate = name_aggregate(layer)
+    aggregate = find_expert_aggregate(layer)
     return (aggregate, role) if aggregate else None
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def is_aggregate(name: str) -> bool:
+def is_expert_aggregate(name: str) -> bool:
     """Return True if the name represents all experts of a layer."""
     return "*" in name.split(".")
 
 
-def limit_experts(items: Iterable[T], aggregate: Callable[[T], Hashable | None], most: int) -> list[T]:
+def limit_experts_per_layer(items: Iterable[T], aggregate: Callable[[T], Hashable | None], most: int) -> list[T]:
     """Return the items in order, but at most `most` items of each aggregate.
 
     Args:
@@ -62,7 +62,7 @@ def limit_experts(items: Iterable[T], aggregate: Callable[[T], Hashable | None],
     return kept
 
 
-def compile_patterns(patterns: Sequence[str] | None) -> Callable[[str], bool]:
+def compile_layer_patterns(patterns: Sequence[str] | None) -> Callable[[str], bool]:
     """Return a test of layer names that is true if any pattern matches.
 
     A glob matches a whole name, its end (`linear_fc2`), or a subtree (`decoder.layers.3`). `re:` starts a regular

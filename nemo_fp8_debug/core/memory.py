@@ -36,21 +36,21 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Buffers:
+class ArrayPool:
     """A pool of large arrays. Memory of unreferenced arrays is reused, because the system takes time to clear new memory."""
 
     def __init__(self) -> None:
         self._all: list[npt.NDArray[np.float64]] = []
 
-    def array(self, *shape: int) -> npt.NDArray[np.float64]:
+    def take_array(self, *shape: int) -> npt.NDArray[np.float64]:
         """Return an uninitialized float64 array of this shape.
 
         Example:
-            >>> buffers = Buffers()
-            >>> first, second = buffers.array(2, 3), buffers.array(2, 3)
+            >>> buffers = ArrayPool()
+            >>> first, second = buffers.take_array(2, 3), buffers.take_array(2, 3)
             >>> where = first.ctypes.data
             >>> del first
-            >>> buffers.array(3, 2).ctypes.data == where, second.shape
+            >>> buffers.take_array(3, 2).ctypes.data == where, second.shape
             (True, (2, 3))
         """
         size = math.prod(shape)

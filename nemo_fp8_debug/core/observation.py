@@ -25,7 +25,7 @@ Lanes = Mapping[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class SamplePlan:
+class AgreedSampleSettings:
     """The settings that all ranks must agree on before they combine a sample."""
 
     step: int
@@ -41,7 +41,7 @@ class SamplePlan:
         return zlib.crc32(json.dumps([self.step, *self.what_if, self.copies, self.block_scales]).encode()) >> 1
 
 
-class Observation:
+class FeatureObservation:
     """Observes one feature on this rank. Each feature chooses the types of its results."""
 
     #: name of the feature's folder
@@ -51,20 +51,20 @@ class Observation:
         """Return an observer for a sampled step that begins, see `monitor.open_step`."""
         raise NotImplementedError
 
-    def collect(self, mine: Any, operands: Sequence[Any]) -> Any:
+    def collect_results(self, mine: Any, operands: Sequence[Any]) -> Any:
         """Return this rank's results of a sampled step, after the data reached host memory.
 
         Args:
-            mine: the observer that `observe` returned, or None if it failed.
+            mine: the observer that `start_observer` returned, or None if it failed.
             operands: tensors that any feature counted.
         """
         raise NotImplementedError
 
-    def pack(self, plan: SamplePlan, found: Any, expected: Collection[Key]) -> Arrays:
+    def pack_results(self, plan: AgreedSampleSettings, found: Any, expected: Collection[Key]) -> Arrays:
         """Return this rank's results as plain arrays, even if there are no results.
 
         Args:
-            found: what `collect` returned, or None if nothing could be collected.
+            found: what `collect_results` returned, or None if nothing could be collected.
             expected: operands that this rank should have seen.
         """
         raise NotImplementedError
@@ -73,7 +73,7 @@ class Observation:
         """Return numbers to be maximized over ranks, int32 [n]. n is the same on all ranks, and 0 by default."""
         return torch.zeros(0, dtype=torch.int32)
 
-    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """Return numbers to be summed over ranks, by lane, float64 [m]. Each m follows from the extremes.
 
         Args:
@@ -81,7 +81,7 @@ class Observation:
         """
         raise NotImplementedError
 
-    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Any:
+    def combine_all_ranks(self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor) -> Any:
         """Return the combined results of all ranks. Only the first rank of the shard group calls this."""
         raise NotImplementedError
 
@@ -89,18 +89,19 @@ class Observation:
         """Return the results if no other rank has parts of the tensors. By default, these are this rank's results."""
         return found
 
-    def rows(self, sampled: CombinedObservations) -> Mapping[str, Columns]:
+    def make_table_rows(self, sampled: CombinedObservations) -> Mapping[str, Columns]:
         """Return the rows of this feature's tables."""
         raise NotImplementedError
 
-    def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> Mapping[str, Columns]:
+    def finish_tables(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> Mapping[str, Columns]:
         """Return tables that need all rows of a model, or scalars of the step. Only the rank with the record calls this."""
         return {}
 
 
 @dataclass(frozen=True)
 class CombinedObservations:
-    """The input of `Observation.rows`: the observations of one step on all ranks that have parts of the same tensors."""
+    """The input of `FeatureObservation.make_table_rows`: the results of one step on all ranks that have parts of the same
+    tensors."""
 
     step: int
     #: results of all ranks, by feature

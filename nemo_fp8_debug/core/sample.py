@@ -23,28 +23,28 @@ class Sample:
     trigger: str | None = None
 
     @property
-    def columns(self) -> Columns:
+    def operand_columns(self) -> Columns:
         """The columns of operands: `KEYS`, how each operand was cast, and metrics. An unavailable metric is None."""
         return next(iter(self.tables.values()), {})
 
-    def table(self, name: str) -> Columns:
+    def get_table(self, name: str) -> Columns:
         """Return the columns of a table. Return an empty mapping if the sample lacks the table."""
         return self.tables.get(name, {})
 
     def __len__(self) -> int:
-        return len(self.columns.get("layer", ()))
+        return len(self.operand_columns.get("layer", ()))
 
     def describe_first_nonfinite(self) -> str | None:
         """Describe the first operand with NaN or infinity, in order of execution. Return None if all are finite."""
-        orders = self.columns.get("nonfinite_order", ())
+        orders = self.operand_columns.get("nonfinite_order", ())
         first = min((i for i, order in enumerate(orders) if order is not None), key=lambda i: orders[i], default=None)
         if first is None:
             return None
-        layer, role, nan, inf = (self.columns[name][first] for name in ("layer", "role", "nan", "inf"))
+        layer, role, nan, inf = (self.operand_columns[name][first] for name in ("layer", "role", "nan", "inf"))
         return f"first with NaN or infinity is {SHOWN_AS[role]} of {layer} ({nan} NaN, {inf} infinite)"
 
     @property
-    def remarks(self) -> str:
+    def describe_anomalies(self) -> str:
         """Describe what is unusual about the step, or return ""."""
         skipped = "the optimizer skipped this step" if self.scalars.get("skipped") else None
         why = self.trigger and f"sampled because of: {self.trigger}"

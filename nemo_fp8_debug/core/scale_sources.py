@@ -7,7 +7,7 @@ from typing import Any
 
 from .keys import MIXED
 
-#: see `ScaleInUse.source`
+#: see `CastInUse.source`
 ENGINE, UNKNOWN = "engine", "unknown"
 #: sources of operands that are not quantized
 _NOT_CAST = frozenset({"current", "emulated", "not quantized"})
@@ -18,7 +18,7 @@ _AS_IF = _NOT_CAST | {UNKNOWN, None}
 QUANTIZED, HIGH_PRECISION, NOT_READ = "quantized", "high precision", "not read"
 
 
-def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, Any] | None = None) -> str:
+def classify_run_quantization(sources: Iterable[str | None], fingerprint: Mapping[str, Any] | None = None) -> str:
     """Return whether the run quantizes anything, as far as a record's column `scale_source` shows.
 
     Args:
@@ -37,25 +37,25 @@ def classify_sources(sources: Iterable[str | None], fingerprint: Mapping[str, An
     return HIGH_PRECISION if found and not found & {UNKNOWN, None} and asked == "auto" else NOT_READ
 
 
-def select_quantized(sources: Iterable[str | None]) -> list[str | None]:
+def select_quantized_sources(sources: Iterable[str | None]) -> list[str | None]:
     """Return the sources of operands that are quantized, or for which this is unknown.
 
     Example:
-        >>> select_quantized(["engine", "current", None])
+        >>> select_quantized_sources(["engine", "current", None])
         ['engine', None]
     """
     return [source for source in sources if source not in _NOT_CAST]
 
 
-def mark_unquantized(source: str | None, known: str) -> str:
+def make_unquantized_note(source: str | None, known: str) -> str:
     """Return a note for an operand that is not quantized although its run quantizes others. For other operands, return "".
 
     Args:
         source: source of the operand's scale, as in the column `scale_source`.
-        known: the result of `classify_sources`.
+        known: the result of `classify_run_quantization`.
 
     Example:
-        >>> mark_unquantized("not quantized", QUANTIZED), mark_unquantized("engine", QUANTIZED)
+        >>> make_unquantized_note("not quantized", QUANTIZED), make_unquantized_note("engine", QUANTIZED)
         ('not quantized', '')
     """
     if known != QUANTIZED or source not in _AS_IF:
@@ -67,7 +67,7 @@ def describe_quantization(known: str, name: str = "the run") -> str | None:
     """Return a sentence on how to read a run's metrics, or None if the run is quantized.
 
     Args:
-        known: what `classify_sources` returned.
+        known: what `classify_run_quantization` returned.
         name: name of the run in the sentence.
     """
     if known == HIGH_PRECISION:

@@ -21,11 +21,11 @@ _PACKAGE = f"{__name__.partition('.')[0]}.observations"
 
 
 @cache
-def load_modules(part: str) -> tuple[ModuleType, ...]:
+def load_feature_modules(part: str) -> tuple[ModuleType, ...]:
     """Return the modules with this name, one for each feature that has such a module. Import them if necessary.
 
     Example:
-        >>> [module.TABLES[0].name for module in load_modules("table")][:2]
+        >>> [module.TABLES[0].name for module in load_feature_modules("table")][:2]
         ['metrics', 'outputs']
     """
     return tuple(_load_modules(part))
@@ -47,7 +47,7 @@ SAMPLE: dict[str, str] = {"attempt": "int32", "step": "int64"}
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricDisplay:
     """The label of a column, and how a chart shows the column."""
 
     label: str
@@ -77,7 +77,7 @@ class Table:
 
     name: str
     columns: Mapping[str, str]
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    metrics: Mapping[str, MetricDisplay] = field(default_factory=dict)
     roles: Sequence[str] = ()
     histograms: str = ""
     by_step: bool = False
@@ -91,11 +91,11 @@ class Table:
         return len(next(iter(columns.values()), ()))
 
 
-def cast_columns(kind: str, *names: str) -> dict[str, str]:
+def declare_columns(kind: str, *names: str) -> dict[str, str]:
     """Return columns that all have one type.
 
     Example:
-        >>> cast_columns("float64", "mean", "largest")
+        >>> declare_columns("float64", "mean", "largest")
         {'mean': 'float64', 'largest': 'float64'}
     """
     return dict.fromkeys(names, kind)

@@ -60,11 +60,11 @@ def _format_size(size: float, digits: int) -> str:
     return f"{size:,.0f}" if size >= 10 ** (digits - 1) else f"{size:,.{digits}g}"
 
 
-def format_power(exponent: float) -> str:
+def format_power_of_two(exponent: float) -> str:
     """Return 2 to an exponent as a factor.
 
     Example:
-        >>> format_power(3), format_power(-29.6), format_power(2000)
+        >>> format_power_of_two(3), format_power_of_two(-29.6), format_power_of_two(2000)
         ('x8', 'x2^−29.6', 'x2^2,000')
     """
     if math.isfinite(exponent) and not math.log2(_SMALLEST) <= exponent < math.log2(_LARGEST):
@@ -86,7 +86,7 @@ def format_count(count: int, noun: str, plural: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column of a table.
 
     Attributes:
@@ -103,11 +103,11 @@ class Column:
 
 
 #: the two columns that name the tensor of a row
-TENSOR = (Column("tensor", "text"), Column("layer", "name"))
+TENSOR = (TableColumn("tensor", "text"), TableColumn("layer", "name"))
 
 
 @dataclass(frozen=True)
-class Layout:
+class TextTable:
     """A table as lines: the lines of the heading and the rule below it, and the lines of each row."""
 
     heading: list[str]
@@ -116,7 +116,7 @@ class Layout:
     beginning: str = ""
 
 
-def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> Layout:
+def format_table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], width: int | None = None) -> TextTable:
     """Return the lines of a table. Columns without a value in any row are left out.
 
     Args:
@@ -125,8 +125,8 @@ def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
             names in their middle, and wrap texts.
 
     Example:
-        >>> columns = Column("layer", "name"), Column("amax"), Column("overflow %")
-        >>> found = lay_out(columns, [["layers.0.fc1", "3.83", "-"], ["layers.1.fc1", "1,264", "-"]])
+        >>> columns = TableColumn("layer", "name"), TableColumn("amax"), TableColumn("overflow %")
+        >>> found = format_table(columns, [["layers.0.fc1", "3.83", "-"], ["layers.1.fc1", "1,264", "-"]])
         >>> print("\\n".join([*found.heading, *(line for row in found.rows for line in row)]))
         layer          amax
         ────────────  ─────
@@ -149,21 +149,21 @@ def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
     above = {column: [""] * (tall - len(lines)) + lines for column, lines in headings.items()}
     rule = _GAP.join("─" * widths[column] for column in kept)
     body = [_join({column: shown[column][i] for column in kept}, widths) for i in range(len(rows))]
-    return Layout([*_join(above, widths), rule], body, beginning)
+    return TextTable([*_join(above, widths), rule], body, beginning)
 
 
-_Cells = Mapping[Column, Sequence[str]]
+_Cells = Mapping[TableColumn, Sequence[str]]
 
 
 def _add_up(widths: Sequence[int]) -> int:
     return sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
-def _find_longest(column: Column, cells: Sequence[str]) -> int:
+def _find_longest(column: TableColumn, cells: Sequence[str]) -> int:
     return max(map(len, [column.heading, *cells]))
 
 
-def _find_least(column: Column, cells: Sequence[str], is_narrow: bool = False) -> int:
+def _find_least(column: TableColumn, cells: Sequence[str], is_narrow: bool = False) -> int:
     """Return the smallest width of a column.
 
     Args:
@@ -177,7 +177,7 @@ def _find_least(column: Column, cells: Sequence[str], is_narrow: bool = False) -
     return max(longest if column.kind == "number" else min(longest, most), heading)
 
 
-def _share_width(kept: _Cells, width: int) -> dict[Column, int]:
+def _share_width(kept: _Cells, width: int) -> dict[TableColumn, int]:
     """Return the width of each column. Names, texts and headings share what is left after all smallest widths."""
     is_narrow = _add_up([_find_least(*item) for item in kept.items()]) > width
     widths = {column: _find_least(column, cells, is_narrow) for column, cells in kept.items()}
@@ -190,7 +190,7 @@ def _share_width(kept: _Cells, width: int) -> dict[Column, int]:
     return widths
 
 
-def _join(lines_of: _Cells, widths: Mapping[Column, int]) -> list[str]:
+def _join(lines_of: _Cells, widths: Mapping[TableColumn, int]) -> list[str]:
     """Return the lines of a row from the lines of its cells."""
     lines = []
     for i in range(max(map(len, lines_of.values()))):
@@ -232,7 +232,7 @@ def shorten_name(name: str, width: int) -> str:
     return f"{name[: max(0, width - 1 - end)]}{ELLIPSIS}{name[-end:]}"
 
 
-def _fit(column: Column, cells: Sequence[str], width: int) -> list[list[str]]:
+def _fit(column: TableColumn, cells: Sequence[str], width: int) -> list[list[str]]:
     """Return the lines of each cell. Shorten names, or wrap them if shortened names would look the same."""
     if column.kind == "name":
         short = [shorten_name(cell, width) for cell in cells]
@@ -247,15 +247,15 @@ def _fit(column: Column, cells: Sequence[str], width: int) -> list[list[str]]:
 _NARROWEST = 40
 
 
-def read_columns() -> int | None:
+def read_width_variable() -> int | None:
     """Return the width in the environment variable `COLUMNS`, or None if the variable gives no width."""
     asked = os.environ.get("COLUMNS", "")
     return max(_NARROWEST, int(asked)) if asked.isdecimal() and int(asked) else None
 
 
-def find_width(*streams: TextIO) -> int | None:
+def find_terminal_width(*streams: TextIO) -> int | None:
     """Return the width for text: from `COLUMNS`, or of the first stream that is a terminal. Return None without both."""
-    if (asked := read_columns()) is not None:
+    if (asked := read_width_variable()) is not None:
         return asked
     for stream in streams:
         with contextlib.suppress(AttributeError, OSError, ValueError):

@@ -59,7 +59,7 @@ def map_in_threads(do: Callable[[Item], Result], items: Sequence[Item]) -> Itera
                 future.cancel()
 
 
-class Worker:
+class WorkerThread:
     """A thread that runs jobs one after the other.
 
     The thread is a daemon, because a job that hangs forever must not keep the process from ending.
@@ -92,7 +92,7 @@ class Worker:
 
 def run_in_background(name: str, job: Callable[[], Any]) -> Future[Any]:
     """Run one job in a thread with this name, which ends after the job. Return a future of the job's result."""
-    worker = Worker(name)
+    worker = WorkerThread(name)
     future = worker.submit(job)
     worker.close(0.0)
     return future

@@ -25,7 +25,7 @@ class WaitTimes:
     Example:
         >>> waits = WaitTimes()
         >>> waits.start_step(100)
-        >>> with waits.waiting(RECORDING):
+        >>> with waits.measure_wait(RECORDING):
         ...     pass
         >>> list(waits.seconds)
         ['recording']
@@ -39,7 +39,7 @@ class WaitTimes:
         self._step, self._at_step, self._ended = -1, 0.0, False
 
     @property
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         """Total seconds of all waits."""
         return sum(dict(self.seconds).values())
 
@@ -47,12 +47,12 @@ class WaitTimes:
         """Count waits from now on for this step."""
         self._step, self._at_step = step, 0.0
 
-    def end(self) -> None:
+    def stop_counting(self) -> None:
         """Stop counting, because waits after the run delay no step."""
         self._ended = True
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def measure_wait(self, what: str) -> Iterator[None]:
         """Measure a wait of the training thread. Do not nest these contexts."""
         began = time.monotonic()
         try:
@@ -71,16 +71,22 @@ class WaitTimes:
     def to_plain_values(self) -> dict[str, Any]:
         """Return the figures for `status.json`."""
         by = {what: round(seconds, 3) for what, seconds in dict(self.seconds).items()}
-        return {"seconds": round(self.total, 3), "for": by, "longest": round(self.most, 3), "longest_at_step": self.most_at}
+        return {
+            "seconds": round(self.total_seconds, 3),
+            "for": by,
+            "longest": round(self.most, 3),
+            "longest_at_step": self.most_at,
+        }
 
-    def in_words(self, samples: int) -> str:
+    def describe_waits(self, samples: int) -> str:
         """Return the clause for the last line of a run, or "" if training waited little.
 
         Args:
             samples: number of samples in the run.
         """
-        if self.total < max(LEAST, LEAST_A_SAMPLE * samples):
+        if self.total_seconds < max(LEAST, LEAST_A_SAMPLE * samples):
             return ""
         by = dict(self.seconds)
         mainly = max(by, key=lambda what: by[what])
-        return f"training waited {self.total:.1f} s, {self.most:.1f} s of it at step {self.most_at}, mainly for {mainly}"
+        most = f"{self.most:.1f} s of it at step {self.most_at}"
+        return f"training waited {self.total_seconds:.1f} s, {most}, mainly for {mainly}"

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..capture.backends.base import is_plain_tensor
 from ..capture.backends.in_forward import NO_MATRIX, is_conv1d
-from ..capture.scan import ScannedModule, list_inner_modules
+from ..capture.scan import ScannedModule, list_inner_module_ids
 from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, CoverageEntry
 
 #: modules without an entry of their own: embeddings multiply nothing, and
@@ -37,7 +37,7 @@ _ROUTER = "routers, which multiply in a function"
 _CONV1D = "linear layers of transformers' class Conv1D"
 
 
-def list_entries(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[CoverageEntry]:
+def list_coverage_entries(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[CoverageEntry]:
     """Yield the entries of a module that no backend supports. Its submodules have their own entries.
 
     Args:
@@ -104,7 +104,7 @@ def _of_matrix(name: str, kind: str, status: str, reason: str, parameter: Any, t
 def _of_grouped_mlp(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[CoverageEntry]:
     """Yield the entries of a rank's experts. Each of the two matrices contains all experts side by side."""
     here = getattr(module, "num_local_experts", 0)
-    met = count_token_experts(around)
+    met = count_experts_per_token(around)
     for key, parameter in module._parameters.items():
         shape, whole = shape_of(parameter) or (), f"{name}.{key}"
         size = math.prod(shape) * met / here if met and here and shape else None
@@ -140,12 +140,12 @@ def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], arou
         return CoverageEntry(
             name, "experts" if "expert" in name.lower() else "other", UNKNOWN, _WHOLE_UNKNOWN, 1, shape, first=name
         )
-    met = shape[0] if every else count_token_experts(around)
+    met = shape[0] if every else count_experts_per_token(around)
     size = None if met is None else float(shape[1] * shape[2] * met)
     return CoverageEntry(name, "experts", status, _WHOLE, 1, shape, size, trained=needs_gradient(module), first=name)
 
 
-def find_score_modules(scanned: Iterable[ScannedModule]) -> set[int]:
+def find_attention_score_modules(scanned: Iterable[ScannedModule]) -> set[int]:
     """Return the ids of modules that compute attention scores: the innermost modules with "attention" in their class name.
 
     Transformer Engine's `DotProductAttention` counts as innermost, because its submodules are alternative ways to compute
@@ -153,7 +153,7 @@ def find_score_modules(scanned: Iterable[ScannedModule]) -> set[int]:
     """
     modules = [one.module for one in scanned if "attention" in type(one.module).__name__.lower()]
     found = {id(module): module for module in modules if not _is_choice(module)}
-    return {key for key, module in found.items() if not found.keys() & list_inner_modules(module)}
+    return {key for key, module in found.items() if not found.keys() & list_inner_module_ids(module)}
 
 
 def _is_choice(module: nn.Module) -> bool:
@@ -193,7 +193,7 @@ def read_linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | No
     return next(((o, i) for o, i in sizes if isinstance(o, int) and isinstance(i, int) and o and i), None)
 
 
-def count_rank_parts(module: nn.Module, around: Sequence[nn.Module]) -> int | None:
+def count_matrix_parts_over_ranks(module: nn.Module, around: Sequence[nn.Module]) -> int | None:
     """Return the number of parts into which ranks split a module's matrix, or None if it is unknown.
 
     Tensor parallelism splits a weight that is a DTensor. FSDP2 splits each of these parts again, but gathers its smaller
@@ -252,7 +252,7 @@ WHOLE_EXPERTS = {
 }
 
 
-def count_token_experts(path: Sequence[nn.Module]) -> int | None:
+def count_experts_per_token(path: Sequence[nn.Module]) -> int | None:
     """Return the number of experts that each token uses, or None if no known option gives it.
 
     Args:

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..capture.attention import is_attention, is_emulated, is_in_fp8
+from ..capture.attention import is_attention, is_fp8_emulation_enabled, runs_in_fp8
 from ..capture.backends.base import is_plain_tensor
-from ..capture.gemms import Gemm, list_gemms
+from ..capture.gemms import Gemm, list_scanned_gemms
 from ..capture.patching import find_emulation
 from ..capture.scan import ScannedModule, scan_modules
 from ..core.keys import ROLES
@@ -30,10 +30,10 @@ from .modules import (
     FUNCTIONS,
     IF_MULTIPLIED,
     SCORES,
-    count_rank_parts,
-    count_token_experts,
-    find_score_modules,
-    list_entries,
+    count_experts_per_token,
+    count_matrix_parts_over_ranks,
+    find_attention_score_modules,
+    list_coverage_entries,
     needs_gradient,
     read_linear_shape,
 )
@@ -52,33 +52,35 @@ def ledger_of(
         gemms: the observed GEMMs, or None for all GEMMs that hooks can observe.
         roles: the observed operands.
     """
-    return build_ledger(scan_modules(roots), gemms, roles)
+    return build_coverage_ledger(scan_modules(roots), gemms, roles)
 
 
-def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None, roles: Collection[str]) -> CoverageLedger:
+def build_coverage_ledger(
+    scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None, roles: Collection[str]
+) -> CoverageLedger:
     """Return the ledger of a model that is already scanned."""
-    every = list_gemms(scanned, in_forward=True)
+    every = list_scanned_gemms(scanned, in_forward=True)
     found = [g for g in every if not g.backend.in_forward]
     inside = {g.name: g for g in every if g.backend.in_forward}
     observed = {g.name for g in (every if gemms is None else gemms) if not g.compiled}
     around = {id(one.module): one.enclosing_modules for one in scanned}
-    scores = find_score_modules(scanned)
+    scores = find_attention_score_modules(scanned)
     parts = Counter(id(g.module) for g in found)
     entries = [_of_gemm(g, around[id(g.module)], parts[id(g.module)], g.name in observed, roles) for g in found]
     for one in scanned:
         if id(one.module) not in parts:
-            for entry in list_entries(one.name, one.module, around[id(one.module)]):
+            for entry in list_coverage_entries(one.global_name, one.module, around[id(one.module)]):
                 gemm = inside.get(entry.name)
                 entries.append(entry if gemm is None else _of_product(entry, gemm, entry.name in observed, roles))
         if id(one.module) in scores:
-            entries.append(_of_scores(one.name, one.module, roles))
+            entries.append(_of_scores(one.global_name, one.module, roles))
     return CoverageLedger((*_grouped(entries), CoverageEntry("*", "other", UNKNOWN, FUNCTIONS, first="*")))
 
 
 def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> CoverageEntry:
     """Return the entry of attention scores, which are products of two activations. They may be computed in FP8."""
-    quantized = is_in_fp8(module) if is_attention(module) else None
-    seen = is_emulated() and {"input", "grad_output"} <= {*roles}
+    quantized = runs_in_fp8(module) if is_attention(module) else None
+    seen = is_fp8_emulation_enabled() and {"input", "grad_output"} <= {*roles}
     status = (QUANTIZED_OBSERVED if seen else QUANTIZED_UNOBSERVED) if quantized else UNKNOWN
     reason = SCORES if not quantized else "" if seen else FP8_SCORES
     return CoverageEntry(f"{name} (scores)", "attention", status, reason, first=name)
@@ -86,11 +88,11 @@ def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Coverage
 
 def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool, roles: Collection[str]) -> CoverageEntry:
     shape = read_linear_shape(gemm.module, gemm.part)
-    split = count_rank_parts(gemm.module, around)
+    split = count_matrix_parts_over_ranks(gemm.module, around)
     size = None if shape is None or split is None else math.prod(shape) / split
     kind = "head" if gemm.kind in _HEADS else "linear"
     if (siblings := _experts(gemm, around, parts)) is not None:
-        met = count_token_experts(around)
+        met = count_experts_per_token(around)
         size = None if met is None or size is None or not siblings else size * met / siblings
         kind = "experts"
     adapter = _is_idle_adapter(gemm, around)
@@ -149,7 +151,7 @@ def _reason(gemm: Gemm, observed: bool, roles: Collection[str]) -> str:
     if not observed:
         compiled = "runs inside torch.compile, where a hook would change the graph"
         return compiled if gemm.compiled else "left out by the option layers"
-    unseen = [r for r in ROLES if r not in roles or r in gemm.unseen]
+    unseen = [r for r in ROLES if r not in roles or r in gemm.unobserved_roles]
     if unseen:
         return f"operands not observed: {', '.join(unseen)}"
     return gemm.backend.foreign(gemm.module)

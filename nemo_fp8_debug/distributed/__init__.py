@@ -1,7 +1,7 @@
 """Let the ranks of a run agree on values, and add up their statistics of tensors. Internal."""
 
-from .rank_store import Ranks
-from .reduction import Reduction
+from .rank_store import MonitoredRanks
+from .reduction import ShardGroupReduction
 from .shard_group import ShardGroup
 
-__all__ = ["Ranks", "Reduction", "ShardGroup"]
+__all__ = ["MonitoredRanks", "ShardGroup", "ShardGroupReduction"]

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .networks import list_interfaces
+from .networks import list_gloo_interfaces
 
 
-class Group:
+class GlooGroup:
     """A group that exchanges data in host memory. A call raises an error if it exceeds the timeout or a rank is gone.
 
     If torch supports it, a rank connects only with ranks that it exchanges data with. Collectives pass data around a ring,
@@ -46,11 +46,11 @@ class Group:
         options = _options(timedelta(seconds=seconds))
         self._gloo: Any = dist.ProcessGroupGloo(store, self._ranks.index(rank), len(ranks), *options)
 
-    def maximum(self, x: torch.Tensor) -> None:
+    def reduce_maximum(self, x: torch.Tensor) -> None:
         """Compute the maximum of each element over all ranks, in place."""
         self._reduce(x, dist.ReduceOp.MAX)
 
-    def add_up(self, x: torch.Tensor, seconds: float | None = None) -> None:
+    def reduce_sum(self, x: torch.Tensor, seconds: float | None = None) -> None:
         """Compute the sum of each element over all ranks, in place.
 
         Args:
@@ -79,11 +79,11 @@ class Group:
         work.wait()
         self._pending = False
 
-    def gather(self, value: Any) -> list[Any] | None:
+    def gather_to_first_rank(self, value: Any) -> list[Any] | None:
         """Return the values of all ranks on the first rank, and None on others."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         longest = torch.tensor([len(data)])
-        self.maximum(longest)
+        self.reduce_maximum(longest)
         padded = torch.zeros(int(longest), dtype=torch.uint8)
         padded[: len(data)] = data
         parts = [[torch.empty_like(padded) for _ in self._ranks]] if self._first else []
@@ -124,6 +124,6 @@ def _options(timeout: timedelta) -> tuple[Any]:
 def _devices() -> list[Any]:
     """Return the network interfaces that torch would choose. If we pass options, torch does not choose."""
     gloo: Any = dist.ProcessGroupGloo
-    if named := list_interfaces():
+    if named := list_gloo_interfaces():
         return [gloo.create_device(interface=name, lazy_init=True) for name in named]
     return [gloo.create_default_device(lazy_init=True)]

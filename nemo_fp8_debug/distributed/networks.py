@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkAddresses:
     """A rank's network addresses, as plain values that ranks exchange."""
 
     #: id that is equal for all processes that share a loopback interface
@@ -26,13 +26,13 @@ class Network:
     route: str
 
     @classmethod
-    def here(cls, store: tuple[str, int] | None) -> Network:
+    def find_own_addresses(cls, store: tuple[str, int] | None) -> NetworkAddresses:
         """Return the network addresses of this process.
 
         Args:
             store: address of the run's store, or None if it is a file.
         """
-        gloo = None if list_interfaces() else address_of_name()
+        gloo = None if list_gloo_interfaces() else address_of_name()
         return cls(_loopback(), socket.gethostname(), gloo, _route(store) or gloo or "127.0.0.1")
 
     def to_plain_values(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Network:
         return asdict(self)
 
 
-def list_interfaces() -> list[str]:
+def list_gloo_interfaces() -> list[str]:
     """Return the interfaces in `GLOO_SOCKET_IFNAME`, parsed like in torch. If there are none, gloo uses the host's name."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return [name for name in named.split(",") if name] if len(named) > 1 else []
@@ -62,7 +62,7 @@ def address_of_name() -> str:
     return "127.0.0.1"
 
 
-def explain_unreachable(networks: Sequence[Network]) -> str | None:
+def explain_unreachable(networks: Sequence[NetworkAddresses]) -> str | None:
     """Return a sentence with the setting that lets ranks on several hosts connect, or None if we see no problem."""
     if len({network.loopback_of for network in networks}) == 1:
         return None

@@ -15,7 +15,7 @@ LONGEST = 60.0
 RESERVE = 1 / 4
 
 
-def compute_grace() -> float:
+def compute_store_grace_seconds() -> float:
     """Return the seconds in which a store must report a timeout.
 
     If it takes longer, we assume that the store itself is gone, and not that a rank is late.
@@ -23,7 +23,7 @@ def compute_grace() -> float:
     return RESERVE * LONGEST / 2
 
 
-def compute_short_wait() -> float:
+def compute_background_wait() -> float:
     """Return the seconds to wait for an answer in the background.
 
     The reserve at the end of a run is long enough for two such answers.
@@ -41,7 +41,7 @@ class WaitBudget:
         """
         self._waits, self._left = waits, LONGEST
 
-    def renew(self) -> None:
+    def refill_budget(self) -> None:
         """Refill the budget, because all ranks have answered."""
         self._left = LONGEST
 
@@ -55,7 +55,7 @@ class WaitBudget:
         """
         began = time.monotonic()
         try:
-            with self._waits.waiting(what):
+            with self._waits.measure_wait(what):
                 yield max(0.0, self._left - (0.0 if reserve else RESERVE * LONGEST))
         finally:
             self._left = max(0.0, self._left - (time.monotonic() - began))

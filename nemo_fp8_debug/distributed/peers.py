@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from . import patience
-from .networks import Network, is_loopback
+from .networks import NetworkAddresses, is_loopback
 
 #: how often a message is sent to each rank, because packets may be lost
 TIMES = 4
@@ -23,10 +23,10 @@ TIMES = 4
 LOWEST = 8
 
 
-class Peers:
+class WarningElection:
     """The ports of this rank and of the ranks that take precedence for warnings."""
 
-    def __init__(self, rank: int, network: Network) -> None:
+    def __init__(self, rank: int, network: NetworkAddresses) -> None:
         """
         Raises:
             OSError: a port cannot be opened here.
@@ -43,12 +43,14 @@ class Peers:
         self._said = False
 
     @staticmethod
-    def choose_contact_ranks(networks: Sequence[Network]) -> list[int]:
+    def choose_contact_ranks(networks: Sequence[NetworkAddresses]) -> list[int]:
         """Return the ranks that other ranks ask."""
         first = {network.loopback_of: rank for rank, network in reversed(list(enumerate(networks)))}
         return sorted({*range(min(LOWEST, len(networks))), *sorted(first.values())[:LOWEST]})
 
-    def exchange_addresses(self, token: str, peers: Mapping[int, tuple[Network, int]], store_host: str | None) -> None:
+    def exchange_addresses(
+        self, token: str, peers: Mapping[int, tuple[NetworkAddresses, int]], store_host: str | None
+    ) -> None:
         """Store the addresses of other ranks.
 
         Args:
@@ -64,7 +66,7 @@ class Peers:
             if rank != self._rank:
                 self._addresses[rank] = there, port
 
-    def listen(self, told: Callable[[int, str], None]) -> None:
+    def answer_messages(self, told: Callable[[int, str], None]) -> None:
         """Start to answer messages.
 
         Args:
@@ -78,7 +80,9 @@ class Peers:
         for _ in range(TIMES):
             self._send("out of sync", self._addresses, step=step, why=why)
             with self._changed:
-                if self._changed.wait_for(lambda: self._said or bool(self._alive), patience.compute_short_wait() / TIMES):
+                if self._changed.wait_for(
+                    lambda: self._said or bool(self._alive), patience.compute_background_wait() / TIMES
+                ):
                     return False
         return True
 

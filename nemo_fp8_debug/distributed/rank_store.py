@@ -16,10 +16,10 @@ import torch.distributed as dist
 from ..core.waits import LOSSES, WORD, WaitTimes
 from ..errors import ConfigError, warn
 from . import patience
-from .gloo import Group
-from .networks import Network, explain_unreachable
+from .gloo import GlooGroup
+from .networks import NetworkAddresses, explain_unreachable
 from .patience import WaitBudget
-from .peers import Peers
+from .peers import WarningElection
 from .run_store import RunStore
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ START = 120.0
 _instances = itertools.count()
 
 
-class Ranks:
+class MonitoredRanks:
     """The ranks of a run that have a monitor. The first of these ranks writes the record."""
 
     def __init__(self, waits: WaitTimes | None = None) -> None:
@@ -45,16 +45,16 @@ class Ranks:
         self._run_store = RunStore()
         #: limits waits of the training thread for other ranks
         self.patience = WaitBudget(waits or WaitTimes())
-        self._peers: Peers | None = None
+        self._peers: WarningElection | None = None
         self._words = 0
-        self._totals = Totals(self.patience)
+        self._totals = ScalarReducer(self.patience)
 
     @property
-    def writes(self) -> bool:
+    def writes_record(self) -> bool:
         """True on the rank that writes the record."""
         return self.rank == 0
 
-    def agree(self, name: str, value: Any) -> None:
+    def require_same_value(self, name: str, value: Any) -> None:
         """Check that all ranks have the same value.
 
         Args:
@@ -66,14 +66,14 @@ class Ranks:
         if self.world == 1:
             return
         try:
-            other = value if self.set_if_absent(name, value) else self.read(name)
+            other = value if self.publish_if_absent(name, value) else self.await_value(name)
         except TimeoutError as error:
             self.continue_single_rank(error)
             return
         if json.dumps(other) != json.dumps(json.loads(json.dumps(value))):
             raise ConfigError(f"ranks differ in their {name}: rank {self.rank} has {value}, another rank has {other}")
 
-    def start(self, word: dict[str, Any] | None, fault: Exception | None = None) -> dict[str, Any]:
+    def await_all_monitors(self, word: dict[str, Any] | None, fault: Exception | None = None) -> dict[str, Any]:
         """Wait until every rank's monitor has started or failed. Return the first rank's `word`.
 
         Args:
@@ -100,31 +100,33 @@ class Ranks:
 
     def _start(self, word: dict[str, Any] | None, fault: Exception | None) -> dict[str, Any]:
         if fault is not None:
-            self.publish("fault", {"config": isinstance(fault, ConfigError), "message": str(fault)})
-        elif self.writes:
-            self.publish("word", word)
+            self.publish_value("fault", {"config": isinstance(fault, ConfigError), "message": str(fault)})
+        elif self.writes_record:
+            self.publish_value("word", word)
         if self._ask(lambda store: store.add(self._key("started"), 1)) == self.world:
-            self.set_if_absent("together", True)
+            self.publish_if_absent("together", True)
         if fault is not None:
             return {}
         # Decide once for all ranks, so that a late rank does not wait for ranks that continue alone.
-        all_there = self._ask(lambda store: self._waits_for(store, "together", START), START + patience.compute_grace())
-        if not all_there and self.set_if_absent("together", False):
+        all_there = self._ask(
+            lambda store: self._waits_for(store, "together", START), START + patience.compute_store_grace_seconds()
+        )
+        if not all_there and self.publish_if_absent("together", False):
             warn(f"not all ranks have started a monitor within {START:.0f} s, so only the first rank is monitored")
-        if not self.read("together"):
+        if not self.await_value("together"):
             self.world = 1
             return word or {}
-        if self.is_set("fault"):
-            refused = self.read("fault")
+        if self.is_published("fault"):
+            refused = self.await_value("fault")
             raise (ConfigError if refused["config"] else RuntimeError)(refused["message"])
-        result: dict[str, Any] = self.read("word")
+        result: dict[str, Any] = self.await_value("word")
         return result
 
-    def publish(self, name: str, value: Any) -> None:
+    def publish_value(self, name: str, value: Any) -> None:
         """Publish a plain value for other ranks."""
         self._ask(lambda store: store.set(self._key(name), json.dumps(value)))
 
-    def read(self, name: str, seconds: float | None = None) -> Any:
+    def await_value(self, name: str, seconds: float | None = None) -> Any:
         """Wait for a published value, and return it.
 
         Raises:
@@ -135,16 +137,16 @@ class Ranks:
         def published(store: Any) -> str | None:
             return store.get(self._key(name)) if self._waits_for(store, name, limit) else None
 
-        if (found := self._ask(published, limit + patience.compute_grace())) is None:
+        if (found := self._ask(published, limit + patience.compute_store_grace_seconds())) is None:
             raise TimeoutError(f"no rank published {name} within {limit:.0f} s")
         return json.loads(found)
 
-    def read_all_ranks(self, name: str) -> list[Any]:
+    def read_values_of_all_ranks(self, name: str) -> list[Any]:
         """Return the value that each rank published under `NAME/RANK` before `start` returned."""
         keys = [self._key(f"{name}/{rank}") for rank in range(self.world)]
         return [json.loads(value) for value in self._ask(lambda store: store.multi_get(keys))]
 
-    def group(self, name: str, members: Sequence[int], seconds: float, limit: float | None = None) -> Group:
+    def make_gloo_group(self, name: str, members: Sequence[int], seconds: float, limit: float | None = None) -> GlooGroup:
         """Make a gloo group of some ranks, including this rank. All of these ranks call this.
 
         Args:
@@ -155,12 +157,12 @@ class Ranks:
             RuntimeError: gloo cannot be used here, or other ranks do not arrive.
         """
 
-        def made(store: Any) -> Group:
-            return Group(dist.distributed_c10d.PrefixStore(self._key(name), store), self.rank, members, seconds)
+        def made(store: Any) -> GlooGroup:
+            return GlooGroup(dist.distributed_c10d.PrefixStore(self._key(name), store), self.rank, members, seconds)
 
         return self._ask(made, limit)
 
-    def set_if_absent(self, name: str, value: Any, seconds: float | None = None) -> bool:
+    def publish_if_absent(self, name: str, value: Any, seconds: float | None = None) -> bool:
         """Publish a plain value, unless another rank has published the name. Return whether this rank has published its
         value.
         """
@@ -173,7 +175,7 @@ class Ranks:
 
         return self._ask(said, seconds)
 
-    def is_set(self, name: str) -> bool:
+    def is_published(self, name: str) -> bool:
         """Return whether any rank has published a value under this name."""
         return self.world > 1 and self._ask(lambda store: bool(store.check([self._key(name)])))
 
@@ -189,13 +191,13 @@ class Ranks:
         if self.world == 1:
             return value
         self._words += 1
-        if not self.writes:
+        if not self.writes_record:
             with self.patience.spend_wait(WORD) as seconds:
-                value = self.read(self._word, seconds)
+                value = self.await_value(self._word, seconds)
         else:
             with self.patience.spend_wait(WORD) as seconds:
                 self._ask(lambda store: self._tell(store, json.dumps(value)), seconds)
-        self.patience.renew()
+        self.patience.refill_budget()
         return value
 
     def _tell(self, store: Any, word: str) -> None:
@@ -216,7 +218,7 @@ class Ranks:
         with self.patience.spend_wait(WORD, reserve=True) as seconds:
             if (found := self._ask(published, seconds)) is None:
                 raise TimeoutError("the first rank has not answered")
-        self.patience.renew()
+        self.patience.refill_budget()
         return json.loads(found)
 
     def describe_unresponsive_store(self) -> str | None:
@@ -227,16 +229,16 @@ class Ranks:
     def _word(self) -> str:
         return f"word-{self._words}"
 
-    def total(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sum_over_ranks(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `Totals.sum_over_ranks`."""
 
-        def connect(limit: float) -> Group:
-            return self.group("everyone", range(self.world), patience.LONGEST, limit)
+        def connect(limit: float) -> GlooGroup:
+            return self.make_gloo_group("everyone", range(self.world), patience.LONGEST, limit)
 
         return self._totals.sum_over_ranks(values, self.world, connect)
 
     @property
-    def device(self) -> torch.device:
+    def reduction_device(self) -> torch.device:
         """The device on which the ranks' process group can add up tensors."""
         if self.world > 1 and "nccl" in dist.get_backend():
             return torch.device("cuda", torch.cuda.current_device())
@@ -244,11 +246,11 @@ class Ranks:
 
     def publish_address(self) -> None:
         """Publish this rank's address. Call this before `start`."""
-        network, port = Network.here(self._run_store.address()), None
+        network, port = NetworkAddresses.find_own_addresses(self._run_store.address()), None
         with contextlib.suppress(OSError):
-            self._peers = Peers(self.rank, network)
+            self._peers = WarningElection(self.rank, network)
             port = self._peers.port
-        self.publish(f"network/{self.rank}", {"network": network.to_plain_values(), "port": port})
+        self.publish_value(f"network/{self.rank}", {"network": network.to_plain_values(), "port": port})
 
     def exchange_addresses(self) -> None:
         """Read the addresses of other ranks. All ranks call this after `publish_address`.
@@ -256,28 +258,28 @@ class Ranks:
         Raises:
             RuntimeError: gloo cannot connect the ranks' hosts. The message names the setting to change.
         """
-        if self.writes:
-            found = self.read_all_ranks("network")
-            networks = [Network(**one["network"]) for one in found]
-            peers = {rank: found[rank] for rank in Peers.choose_contact_ranks(networks) if found[rank]["port"]}
-            self.publish(
+        if self.writes_record:
+            found = self.read_values_of_all_ranks("network")
+            networks = [NetworkAddresses(**one["network"]) for one in found]
+            peers = {rank: found[rank] for rank in WarningElection.choose_contact_ranks(networks) if found[rank]["port"]}
+            self.publish_value(
                 "networks", {"peers": peers, "token": secrets.token_hex(16), "fault": explain_unreachable(networks)}
             )
-        met = self.read("networks")
+        met = self.await_value("networks")
         if self._peers:
-            peers = {int(rank): (Network(**one["network"]), one["port"]) for rank, one in met["peers"].items()}
+            peers = {int(rank): (NetworkAddresses(**one["network"]), one["port"]) for rank, one in met["peers"].items()}
             self._peers.exchange_addresses(met["token"], peers, (self._run_store.address() or (None,))[0])
         if met["fault"]:
             raise RuntimeError(met["fault"])
 
-    def listen(self, told: Callable[[int, str], None]) -> None:
+    def listen_for_out_of_sync(self, told: Callable[[int, str], None]) -> None:
         """Call `told` when another rank detects that ranks are out of sync.
 
         Args:
             told: a method that is called in the background with a step and a reason.
         """
         if self._peers:
-            self._peers.listen(told)
+            self._peers.answer_messages(told)
 
     def elect_warner(self, step: int, why: str) -> bool:
         """Inform all ranks that they are out of sync since a step. Return whether this rank must warn.
@@ -288,7 +290,7 @@ class Ranks:
         """
         first = self._peers is None or self._peers.elect_warner(step, why)
         with contextlib.suppress(Exception):  # the run may have destroyed the store with its process group
-            first = first and self.set_if_absent("over", step, seconds=patience.compute_short_wait())
+            first = first and self.publish_if_absent("over", step, seconds=patience.compute_background_wait())
         if first and self._peers:
             self._peers.note_warning()
         return first
@@ -305,7 +307,7 @@ class Ranks:
         self._run_store.close()
 
     def _ask(self, question: Callable[[Any], T], seconds: float | None = None) -> T:
-        return self._run_store.ask(question, patience.LONGEST if seconds is None else seconds)
+        return self._run_store.call_with_timeout(question, patience.LONGEST if seconds is None else seconds)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
@@ -318,7 +320,7 @@ class Ranks:
         return True
 
 
-class Totals:
+class ScalarReducer:
     """Adds up scalars at each step. On GPUs we use the run's own process group, and on CPUs a gloo group of our own."""
 
     def __init__(self, waits: WaitBudget) -> None:
@@ -327,10 +329,12 @@ class Totals:
             waits: limits the waiting times of the training thread.
         """
         self._patience = waits
-        self._everyone: Group | None = None
+        self._everyone: GlooGroup | None = None
         self._apart = False
 
-    def sum_over_ranks(self, values: Sequence[torch.Tensor], world: int, connect: Callable[[float], Group]) -> torch.Tensor:
+    def sum_over_ranks(
+        self, values: Sequence[torch.Tensor], world: int, connect: Callable[[float], GlooGroup]
+    ) -> torch.Tensor:
         """Return sums over all ranks, float64, on the run's device. All ranks call this at the same steps.
 
         On a GPU, the result may not be computed yet.
@@ -356,13 +360,13 @@ class Totals:
                 raise TimeoutError(f"not all ranks reported their loss: {error}") from error
         return sums
 
-    def _add_up(self, sums: torch.Tensor, connect: Callable[[float], Group]) -> None:
+    def _add_up(self, sums: torch.Tensor, connect: Callable[[float], GlooGroup]) -> None:
         if self._everyone is None:
             with self._patience.spend_wait(LOSSES) as seconds:
                 self._everyone = connect(seconds)
         with self._patience.spend_wait(LOSSES) as seconds:
-            self._everyone.add_up(sums, seconds)
-        self._patience.renew()
+            self._everyone.reduce_sum(sums, seconds)
+        self._patience.refill_budget()
 
     def close(self, in_sync: bool) -> None:
         """Leave the group.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..core.threads import Worker
+from ..core.threads import WorkerThread
 
 T = TypeVar("T")
 _TCPStore: Any = getattr(dist, "TCPStore", None)
@@ -33,12 +33,12 @@ class RunStore:
         # Do not keep the run's store alive, because the run's next store could not use its port and connections.
         there = dist.is_available() and dist.is_initialized()
         self._met = weakref.ref(dist.group.WORLD) if there else lambda: None
-        self._worker: Worker | None = None
+        self._worker: WorkerThread | None = None
         self._clone: Any = None
         self._socket: socket.socket | None = None
         self._unanswered: Future[Any] | None = None
 
-    def ask(self, question: Callable[[Any], T], seconds: float) -> T:
+    def call_with_timeout(self, question: Callable[[Any], T], seconds: float) -> T:
         """Return the result of `question(store)`, or raise its error.
 
         If the store did not answer in time, further questions fail at once until it does.
@@ -52,7 +52,7 @@ class RunStore:
             raise RuntimeError("the process group in which the ranks met is gone")
         if silence := self.describe_unresponsive_store():
             raise TimeoutError(silence)
-        self._worker = self._worker or Worker("nemo_fp8_debug store")
+        self._worker = self._worker or WorkerThread("nemo_fp8_debug store")
         answer: Future[T] = self._worker.submit(lambda: question(self._connection()))
         if not wait([answer], seconds).done:
             self._unanswered = answer

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from ..core.keys import Key, list_roles
 from . import patience
-from .gloo import Group
-from .rank_store import Ranks
+from .gloo import GlooGroup
+from .rank_store import MonitoredRanks
 
 #: separator between a module's name and a role; no module's name contains it, because the parts of a name are never empty
 _MARK = ".."
@@ -34,12 +34,12 @@ class ShardGroup:
     #: kind of the module of every other observed tensor, by tensor
     tensors: Mapping[Key, str] = field(default_factory=dict)
     #: gloo group of these ranks, or None if there is only one rank
-    group: Group | None = None
+    group: GlooGroup | None = None
     #: the first ranks of all shard groups, and the rank that writes the record
     leaders: Sequence[int] = (0,)
-    leaders_group: Group | None = None
+    leaders_group: GlooGroup | None = None
 
-    def keys(self, roles: Collection[str] | None = None) -> list[Key]:
+    def list_operand_keys(self, roles: Collection[str] | None = None) -> list[Key]:
         """Return the operands of these ranks that have one of the given roles, or all operands if `roles` is None."""
         every = [(name, role) for name, kind in self.kinds.items() for role in list_roles(kind)]
         return [key for key in every if roles is None or key[1] in roles]
@@ -51,19 +51,19 @@ class ShardGroup:
         return cls([rank], gemms, dict.fromkeys(gemms, rank), tensors)
 
     @staticmethod
-    def publish_gemm_names(ranks: Ranks, kinds: Mapping[str, str]) -> None:
+    def publish_gemm_names(ranks: MonitoredRanks, kinds: Mapping[str, str]) -> None:
         """Publish the names of this rank's GEMMs, before all ranks have started."""
         if ranks.world > 1:
             try:
-                ranks.publish(f"digest/{ranks.rank}", digest_of(kinds))
-                ranks.set_if_absent(f"kinds/{digest_of(kinds)}", dict(kinds))
+                ranks.publish_value(f"digest/{ranks.rank}", digest_of(kinds))
+                ranks.publish_if_absent(f"kinds/{digest_of(kinds)}", dict(kinds))
                 ranks.publish_address()
             except TimeoutError as error:
                 ranks.continue_single_rank(error)
 
     @classmethod
-    def discover(cls, ranks: Ranks, kinds: Mapping[str, str]) -> ShardGroup:
-        """Return the shard group of this rank. All ranks call this after `publish`.
+    def find_shard_group(cls, ranks: MonitoredRanks, kinds: Mapping[str, str]) -> ShardGroup:
+        """Return the shard group of this rank. All ranks call this after `publish_gemm_names`.
 
         Raises:
             RuntimeError: the ranks cannot be connected.
@@ -71,11 +71,11 @@ class ShardGroup:
         if ranks.world == 1:
             return cls.make_single_rank(ranks.rank, kinds)
         ranks.exchange_addresses()
-        if ranks.writes:
+        if ranks.writes_record:
             _publish(ranks)
-        told = ranks.read(f"shard-group-of/{digest_of(kinds)}")
-        leaders = ranks.read("leaders")
-        mine = ranks.read(f"shard-group/{told}") if told is not None else None
+        told = ranks.await_value(f"shard-group-of/{digest_of(kinds)}")
+        leaders = ranks.await_value("leaders")
+        mine = ranks.await_value(f"shard-group/{told}") if told is not None else None
         if mine is None:  # this rank has no GEMM
             mine = {"ranks": [ranks.rank], "kinds": {}, "first": {}}
         gemms, tensors = _parted(mine["kinds"])
@@ -107,26 +107,26 @@ def digest_of(kinds: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(kinds.items())).encode()).hexdigest()[:16]
 
 
-def _publish(ranks: Ranks) -> None:
+def _publish(ranks: MonitoredRanks) -> None:
     """Group ranks that share names, and publish each group. The first rank calls this."""
-    digests = ranks.read_all_ranks("digest")
+    digests = ranks.read_values_of_all_ranks("digest")
     owners: dict[str, list[int]] = defaultdict(list)
     for rank, digest in enumerate(digests):
         owners[digest].append(rank)
-    kinds: dict[str, dict[str, str]] = {digest: ranks.read(f"kinds/{digest}") for digest in owners}
+    kinds: dict[str, dict[str, str]] = {digest: ranks.await_value(f"kinds/{digest}") for digest in owners}
     leaders = {0}
     for i, group in enumerate(_shard_groups(kinds)):
         members = sorted(rank for digest in group for rank in owners[digest])
         together = dict(sorted(item for digest in group for item in kinds[digest].items()))
         first = {name: min(owners[digest][0] for digest in group if name in kinds[digest]) for name in together}
-        ranks.publish(f"shard-group/{i}", {"ranks": members, "kinds": together, "first": first})
+        ranks.publish_value(f"shard-group/{i}", {"ranks": members, "kinds": together, "first": first})
         for digest in group:
-            ranks.publish(f"shard-group-of/{digest}", i)
+            ranks.publish_value(f"shard-group-of/{digest}", i)
         leaders.add(members[0])
     for digest in owners:
         if not kinds[digest]:
-            ranks.publish(f"shard-group-of/{digest}", None)
-    ranks.publish("leaders", sorted(leaders))
+            ranks.publish_value(f"shard-group-of/{digest}", None)
+    ranks.publish_value("leaders", sorted(leaders))
 
 
 def _shard_groups(kinds: Mapping[str, Iterable[str]]) -> list[list[str]]:
@@ -144,7 +144,7 @@ def _shard_groups(kinds: Mapping[str, Iterable[str]]) -> list[list[str]]:
     return sorted(found.values())
 
 
-def _group(name: str, ranks: Ranks, members: Sequence[int]) -> Group | None:
+def _group(name: str, ranks: MonitoredRanks, members: Sequence[int]) -> GlooGroup | None:
     if len(members) == 1 or ranks.rank not in members:
         return None
-    return ranks.group(name, members, patience.LONGEST)
+    return ranks.make_gloo_group(name, members, patience.LONGEST)

@@ -11,7 +11,7 @@ from ..capture.gemms import find_gemms
 from ..capture.scan import scan_modules
 from ..errors import ConfigError
 from ..plan.plan import NO_CHANGES, AnyPlan, read_plan_in_force
-from .emulate import check_named
+from .emulate import check_changes_name_gemms
 from .transformer_engine import EngineChanges
 
 
@@ -42,8 +42,10 @@ def name_modules(model: nn.Module | Sequence[nn.Module]) -> int:
         if not hasattr(module, "get_quantizer_roles"):
             continue
         if type(getattr(module, "fp8_meta", {}).get("scaling_fwd")).__name__ == "CustomRecipeState":
-            raise ConfigError(f"{one.name} has run under a custom recipe already; call name_modules before the first step")
-        module.name = one.name
+            raise ConfigError(
+                f"{one.global_name} has run under a custom recipe already; call name_modules before the first step"
+            )
+        module.name = one.global_name
         named += 1
     return named
 
@@ -72,7 +74,7 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
     """
     wanted = read_plan_in_force(plan) or NO_CHANGES
     gemms = [g for g in find_gemms([model] if isinstance(model, nn.Module) else model) if g.backend.takes_plans]
-    check_named(wanted, gemms, "that Transformer Engine runs")
+    check_changes_name_gemms(wanted, gemms, "that Transformer Engine runs")
     changes = EngineChanges(gemms, wanted)
     changes.attach()
     return changes

@@ -18,15 +18,15 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.gemms import Gemm, find_gemms, match_gemms, select_gemms
+from ..capture.gemms import Gemm, find_gemms, match_gemms_by_name, require_matching_gemms
 from ..capture.patching import EMULATED
-from ..capture.tracing import Hook
+from ..capture.tracing import CopySafeHook
 from ..core.arguments import quote_names
 from ..core.keys import ROLES
-from ..distributed import Ranks
+from ..distributed import MonitoredRanks
 from ..errors import ConfigError, warn
 from ..kernels import amax, quantize_dequantize
-from ..numerics.block_scaling import BlockRule
+from ..numerics.block_scaling import BlockScalingRule
 from ..numerics.delayed_state import DelayedState
 from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe, parse_recipe
@@ -81,10 +81,10 @@ class EmulatedGemm:
         state = self._states[self.recipes[role]]
         return state, state.index[self.gemm.name, role]
 
-    def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockRule:
+    def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockScalingRule:
         """Return how `role` is cast in the current step: a float32 scale, or the rule that computes each tensor's scale."""
         scaling = self.recipes[role].scaling
-        if isinstance(scaling, (CurrentScaling, BlockRule)):
+        if isinstance(scaling, (CurrentScaling, BlockScalingRule)):
             return scaling
         state, slot = self._history(role)
         return state.scale[slot]
@@ -93,21 +93,21 @@ class EmulatedGemm:
         """Install the hooks that quantize, and return their handles."""
         EMULATED[self.gemm.module] = self
         return [
-            self.gemm.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
-            self.gemm.module.register_forward_hook(Hook(self._after_forward), always_call=True),
+            self.gemm.module.register_forward_pre_hook(CopySafeHook(self._before_forward), with_kwargs=True),
+            self.gemm.module.register_forward_hook(CopySafeHook(self._after_forward), always_call=True),
         ]
 
     def quantize(self, role: str, x: torch.Tensor) -> torch.Tensor:
         """Return the values that the GEMM multiplies instead of `x`."""
-        scaling, fmt = self.recipes[role].scaling, self.recipes[role].format_of(role)
+        scaling, fmt = self.recipes[role].scaling, self.recipes[role].get_format(role)
         if not x.numel():
             return x
-        if isinstance(scaling, BlockRule):
+        if isinstance(scaling, BlockScalingRule):
             return scaling.quantize(x.detach(), role, fmt).dequantize().to(x.dtype)
         x = x.detach()
         largest = amax(x)
         if isinstance(scaling, CurrentScaling):
-            return quantize_dequantize(x, scaling.scale(largest, fmt.max), fmt)
+            return quantize_dequantize(x, scaling.compute_scale(largest, fmt.max), fmt)
         state, slot = self._history(role)
         if role == "grad_output" or torch.is_grad_enabled():  # evaluation does not change the history
             state.amax[slot] = torch.maximum(state.amax[slot], largest)
@@ -184,12 +184,12 @@ class Emulation:
                 or a GEMM has its own FP8 or fuses gradient accumulation.
         """
         found = find_gemms([model] if isinstance(model, nn.Module) else model)
-        gemms, plan = select_gemms(found, layers), read_plan_in_force(plan) or NO_CHANGES
-        check_named(plan, gemms, "that this run quantizes")
+        gemms, plan = require_matching_gemms(found, layers), read_plan_in_force(plan) or NO_CHANGES
+        check_changes_name_gemms(plan, gemms, "that this run quantizes")
         self._prepare(gemms, parse_recipe(recipe), plan)
 
     @classmethod
-    def of_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:
+    def from_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:
         """Return an emulation of FP8 for GEMMs that are already known. Internal.
 
         Args:
@@ -312,7 +312,7 @@ def _check_nvfp4(recipe: Recipe, scaling: NVFP4Scaling) -> None:
         )
 
 
-def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
+def check_changes_name_gemms(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
     """Check that each change names a GEMM on at least one rank.
 
     Args:
@@ -324,12 +324,12 @@ def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
     """
     if not plan.changes:
         return
-    ranks, mine = Ranks(), [bool(match_gemms(gemms, [change.layer])) for change in plan.changes]
+    ranks, mine = MonitoredRanks(), [bool(match_gemms_by_name(gemms, [change.layer])) for change in plan.changes]
     of_all = [mine]
     if ranks.world > 1:
-        ranks.publish(f"named/{ranks.rank}", mine)
-        ranks.start({})
-        of_all = ranks.read_all_ranks("named") if ranks.world > 1 else [mine]
+        ranks.publish_value(f"named/{ranks.rank}", mine)
+        ranks.await_all_monitors({})
+        of_all = ranks.read_values_of_all_ranks("named") if ranks.world > 1 else [mine]
         ranks.close()
     for change, *named in zip(plan.changes, *of_all, strict=True):
         if not any(named):

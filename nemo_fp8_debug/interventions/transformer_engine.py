@@ -25,10 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from ..capture.backends.base import read_raw_weight
 from ..capture.backends.transformer_engine import LINEAR
 from ..capture.backends.transformer_engine.casts import find_state_manager
-from ..capture.backends.transformer_engine.linear import first_argument
+from ..capture.backends.transformer_engine.linear import get_first_argument
 from ..capture.gemms import Gemm
 from ..capture.patching import SWITCHED
-from ..capture.tracing import Hook
+from ..capture.tracing import CopySafeHook
 from ..core.keys import ROLES
 from ..errors import ConfigError, warn
 from ..numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
@@ -51,7 +51,7 @@ _NOT_THERE = ("by_logarithm", "stochastic", "hadamard", "row_scaled", "four_over
 _OPERANDS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
-def te_recipe(recipe: Recipe) -> Any:
+def make_te_recipe(recipe: Recipe) -> Any:
     """Return a Transformer Engine recipe that agrees with `recipe` in all options that Transformer Engine's recipes have.
 
     Raises:
@@ -113,7 +113,7 @@ def autocast(recipe: Any) -> Any:
 #: backend for GEMMs of Transformer Engine modules that run in high precision
 _PLAIN = replace(
     LINEAR,
-    input=lambda module, args, kwargs, part: first_argument(args, kwargs),
+    input=lambda module, args, kwargs, part: get_first_argument(args, kwargs),
     weight=lambda module, args, kwargs, part: read_raw_weight(module),
     has_own_fp8=False,
 )
@@ -175,17 +175,17 @@ class _Switch:
 
     def __init__(self, module: nn.Module, change: Change) -> None:
         self._module = module
-        recipe = change.parsed
+        recipe = change.parsed_recipe
         off = change.multiply_in_bf16 or isinstance(recipe.scaling, Unscaled)
-        self._recipe = None if off else te_recipe(recipe)
+        self._recipe = None if off else make_te_recipe(recipe)
         self._entered: Any = None
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         SWITCHED[self._module] = self._recipe
         self._handles = [
-            self._module.register_forward_pre_hook(Hook(self._enter)),
-            self._module.register_forward_hook(Hook(self._leave), always_call=True),
+            self._module.register_forward_pre_hook(CopySafeHook(self._enter)),
+            self._module.register_forward_hook(CopySafeHook(self._leave), always_call=True),
         ]
 
     def detach(self) -> None:
@@ -214,7 +214,7 @@ def _whole(gemms: Sequence[Gemm], plan: Plan) -> Change | None:
 
 
 def _is_bf16(change: Change) -> bool:
-    return isinstance(change.parsed.scaling, Unscaled)
+    return isinstance(change.parsed_recipe.scaling, Unscaled)
 
 
 def _say_what_is_widened(modules: dict[nn.Module, list[Gemm]], plan: Plan) -> None:
@@ -235,7 +235,7 @@ def _check(gemms: Sequence[Gemm], change: Change) -> None:
     gemm = gemms[0]
     if gemm.compiled:
         raise ConfigError(f"{gemm.name} runs inside torch.compile, where a plan cannot change it; do not compile it")
-    if any("weight" in g.unseen or g.backend.stored(g.module, g.part) for g in gemms):
+    if any("weight" in g.unobserved_roles or g.backend.stored(g.module, g.part) for g in gemms):
         raise ConfigError(
             f"W of {gemm.name} is stored in FP8, which a plan cannot change; start the run with weights in BF16 "
             "(Megatron: fp8_param=False)"
@@ -265,4 +265,4 @@ def _emulation(gemms: Sequence[Gemm], changes: Sequence[Change]) -> Emulation:
     made_inside = [Change(g.name, "bf16", ("input",)) for g in normalize]
     by_name = [Change(g.name, change.recipe) for g, change in zip(gemms, changes, strict=True)]
     plain = [replace(gemm, backend=_PLAIN) for gemm in gemms]
-    return Emulation.of_gemms(plain, BF16_RECIPE, Plan((*by_name, *made_inside)))
+    return Emulation.from_gemms(plain, BF16_RECIPE, Plan((*by_name, *made_inside)))

@@ -14,7 +14,7 @@ from ..errors import warn
 from ..numerics import tensor_scaling
 from ..numerics.block_scaling import (
     WHOLE_ROW,
-    BlockRule,
+    BlockScalingRule,
     count_block_scales,
     view_as_matrix,
 )
@@ -26,7 +26,7 @@ from ..numerics.metrics import (
     SumsFound,
     compute_amax,
     compute_finite_amax,
-    moments_of_float32,
+    compute_float32_moments,
     quantization_sums_of_codes,
     quantization_sums_of_counts,
     quantization_sums_of_float32,
@@ -36,7 +36,7 @@ from ..numerics.tensor_scaling import CurrentScaling, Unscaled
 from . import torch_fallback
 from .cpu import blocks, quantize
 from .cpu import histogram as cpu_histogram
-from .memory import empty_histogram, view_bits
+from .memory import take_empty_histogram, view_bits
 
 #: what each CUDA kernel does with tensors, as a warning describes it
 _DONE = {"histogram": "counted", "blocks": "measured in blocks", "float32": "measured in float32"}
@@ -47,14 +47,16 @@ SHORT = 64
 class CudaKernel(Protocol):
     """A CUDA kernel of this package."""
 
-    def try_out(self, device: torch.device) -> None:
+    def run_kernel_once(self, device: torch.device) -> None:
         """Run the kernel once on a device. Raise an error if Numba cannot use the device."""
 
 
 class BlockKernel(Protocol):
     """A kernel that measures an operand in blocks."""
 
-    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Any) -> SumsFound:
+    def block_quantization_sums(
+        self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Any
+    ) -> SumsFound:
         """Return the result of `quantization_sums_in_blocks`. The order of additions may differ.
 
         Args:
@@ -72,7 +74,7 @@ def count_histogram(x: torch.Tensor) -> Histogram:
     dtype = torch.bfloat16 if rounded else x.dtype
     # On a CPU, NumPy's zeros are cheap, because the system supplies zeroed memory and most bins are never touched.
     on_cpu = x.device.type == "cpu"
-    counts = torch.from_numpy(np.zeros(BINS, np.int64)) if on_cpu else empty_histogram(x.device)
+    counts = torch.from_numpy(np.zeros(BINS, np.int64)) if on_cpu else take_empty_histogram(x.device)
     result = Histogram(dtype, counts, rounded)
     add_to_histogram(result, x)
     return result
@@ -88,22 +90,22 @@ def add_to_histogram(histogram: Histogram, x: torch.Tensor) -> None:
         values = values if contiguous else _in_order_of_memory(values).contiguous()
         _count_on_device(values, histogram)
     elif contiguous and (n := values.numel()) < cpu_histogram.SMALL and (address := values.data_ptr()):
-        cpu_histogram.count_small_array(address, n, histogram.counts.data_ptr())
+        cpu_histogram.count_bit_patterns_if_small(address, n, histogram.counts.data_ptr())
     else:
         rows = _in_rows(_in_order_of_memory(values))
-        cpu_histogram.count_patterns(view_bits(rows), histogram.counts.numpy(), torch.get_num_threads())
+        cpu_histogram.count_bit_patterns(view_bits(rows), histogram.counts.numpy(), torch.get_num_threads())
 
 
 def _count_on_device(values: torch.Tensor, histogram: Histogram) -> None:
     if kernel := _kernel_on(values.device, "histogram"):
-        kernel.count_patterns(values, histogram.counts, histogram.infinity)
+        kernel.count_bit_patterns(values, histogram.counts, histogram.infinity_bin)
     else:
-        torch_fallback.count_patterns(values.reshape(-1).view(torch.int16), histogram.counts)
+        torch_fallback.count_bit_patterns(values.reshape(-1).view(torch.int16), histogram.counts)
 
 
 def count_nonfinite(histogram: Histogram) -> torch.Tensor | int:
     """Return the number of non-finite values counted so far. On a device, return a tensor without host synchronization."""
-    end = histogram.infinity
+    end = histogram.infinity_bin
     if histogram.counts.device.type == "cpu":
         return int(cpu_histogram.sum_last_counts(histogram.counts.data_ptr(), end))
     return histogram.counts[end:].sum()
@@ -119,7 +121,7 @@ def _kernel_on(device: torch.device, module: str) -> Any:
         return None
     try:
         kernel: CudaKernel = _cuda_kernel(module)
-        kernel.try_out(device)
+        kernel.run_kernel_once(device)
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         extra = f"cuda{torch.version.cuda.partition('.')[0]}"
@@ -137,16 +139,16 @@ def _cuda_kernel(name: str) -> Any:
     return {"histogram": histogram, "blocks": blocks, "float32": float32}[name]
 
 
-def moments(x: torch.Tensor) -> MomentsFound:
+def measure_float32_moments(x: torch.Tensor) -> MomentsFound:
     """Return the moments of a float32 tensor as one row on its device, without host synchronization. The median is NaN."""
     kernel = _kernel_on(x.device, "float32")
-    found: MomentsFound = (kernel.moments if kernel else moments_of_float32)(x)
+    found: MomentsFound = (kernel.measure_float32_moments if kernel else compute_float32_moments)(x)
     return found
 
 
 def quantization_sums(
     x: torch.Tensor,
-    scale: torch.Tensor | Unscaled | BlockRule,
+    scale: torch.Tensor | Unscaled | BlockScalingRule,
     role: str,
     fmt: FloatFormat,
     counted: Histogram | None = None,
@@ -160,11 +162,11 @@ def quantization_sums(
         fmt: format of the codes.
         counted: the histogram of `x`, or None. If a kernel needs the histogram and it is None, we count `x` here.
     """
-    if isinstance(scale, BlockRule):
+    if isinstance(scale, BlockScalingRule):
         kernel: BlockKernel = _block_kernel(x, scale, role)
         if counted is None and kernel is not torch_fallback:
             counted = count_histogram(x)
-        return kernel.block_sums(x, scale, role, fmt, counted)
+        return kernel.block_quantization_sums(x, scale, role, fmt, counted)
     if isinstance(scale, Unscaled):
         scale = torch.ones((), device=x.device)
     of_device = _kernel_on(x.device, "float32")
@@ -176,12 +178,12 @@ def quantization_sums(
 class CastRule(NamedTuple):
     """How an operand is cast: a float32 scale or the rule that chooses scales, and the format of the codes."""
 
-    scale: torch.Tensor | CurrentScaling | BlockRule
+    scale: torch.Tensor | CurrentScaling | BlockScalingRule
     format: FloatFormat
     #: whether an infinite value makes the amax infinite
     sees_infinity: bool = False
 
-    def scale_of(self, x: torch.Tensor, found: MomentsFound | None = None) -> torch.Tensor | BlockRule:
+    def scale_of(self, x: torch.Tensor, found: MomentsFound | None = None) -> torch.Tensor | BlockScalingRule:
         """Return the scale of a tensor as a float32 scalar, without host synchronization. Return a block rule unchanged.
 
         Args:
@@ -190,8 +192,10 @@ class CastRule(NamedTuple):
         if not isinstance(self.scale, CurrentScaling):
             return self.scale
         if self.sees_infinity:
-            return self.scale.scale(compute_amax(x), self.format.max)
-        return self.scale.scale(found.whole.amax[0].float() if found else compute_finite_amax(x), self.format.max)
+            return self.scale.compute_scale(compute_amax(x), self.format.max)
+        return self.scale.compute_scale(
+            found.summed_row.amax[0].float() if found else compute_finite_amax(x), self.format.max
+        )
 
 
 class MeasurementRequest(NamedTuple):
@@ -221,7 +225,7 @@ class ValueStats:
     moments: MomentsFound | None = None
     sums: SumsFound | None = None
     #: for a tensor whose histogram is added to others: its scale, and the sums of its own histogram under that scale
-    scale: torch.Tensor | BlockRule | None = None
+    scale: torch.Tensor | BlockScalingRule | None = None
     sums_of_counts: QuantizationSums | None = None
     #: how often each block scale occurs, int64 [257]
     block_scales: torch.Tensor | None = None
@@ -238,9 +242,9 @@ def measure_values(x: torch.Tensor, counted: Histogram, asked: MeasurementReques
         counted: the histogram of `x`.
     """
     found, cast, is_float32 = ValueStats(), asked.cast, x.dtype not in DTYPES
-    rule = cast.scale if asked.decoded is None and isinstance(cast.scale, BlockRule) else None
+    rule = cast.scale if asked.decoded is None and isinstance(cast.scale, BlockScalingRule) else None
     if is_float32:
-        found.moments = moments(x)
+        found.moments = measure_float32_moments(x)
     measured = asked.decoded is None and (is_float32 or rule is not None)
     scale = cast.scale_of(x, found.moments) if measured or asked.joins_rest else None
     if asked.decoded is not None:
@@ -255,36 +259,36 @@ def measure_values(x: torch.Tensor, counted: Histogram, asked: MeasurementReques
         found.sums = quantization_sums(x, scale, asked.role, cast.format, counted)
     is_part = asked.decoded is not None and x.dim() < 2  # its rows and blocks are not known
     for recipe in () if is_part else asked.what_if:
-        by, fmt = recipe.scaling, recipe.format_of(asked.role)
+        by, fmt = recipe.scaling, recipe.get_format(asked.role)
         if is_float32 and asked.tries_current and isinstance(by, CurrentScaling):
             found.what_if[recipe.name] = quantization_sums(
                 x, CastRule(by, fmt).scale_of(x, found.moments), asked.role, fmt, counted
             )
-        elif isinstance(by, BlockRule) or (is_float32 and isinstance(by, Unscaled)):
+        elif isinstance(by, BlockScalingRule) or (is_float32 and isinstance(by, Unscaled)):
             found.what_if[recipe.name] = quantization_sums(x, by, asked.role, fmt, counted)
     if asked.copy is not None and (m := _columnwise(x, asked.copy.scale)) is not None:
         found.copy = quantization_sums(m, asked.copy.scale_of(m), asked.role, asked.copy.format)
     return found
 
 
-def _columnwise(x: torch.Tensor, rule: torch.Tensor | CurrentScaling | BlockRule) -> torch.Tensor | None:
+def _columnwise(x: torch.Tensor, rule: torch.Tensor | CurrentScaling | BlockScalingRule) -> torch.Tensor | None:
     """Return the matrix that an engine casts to the copy that another GEMM uses as its operand, or None without such a copy.
 
     Under a block rule, the blocks of the copy run along the columns of `x`.
     """
     m = view_as_matrix(x)
-    if not isinstance(rule, BlockRule):
+    if not isinstance(rule, BlockScalingRule):
         return m
-    return rule.columnwise(m).contiguous() if rule.casts_columnwise(m) else None
+    return rule.transpose_for_columnwise(m).contiguous() if rule.casts_columnwise(m) else None
 
 
-def _block_kernel(x: torch.Tensor, rule: BlockRule, role: str) -> BlockKernel:
+def _block_kernel(x: torch.Tensor, rule: BlockScalingRule, role: str) -> BlockKernel:
     """Return the module that measures a tensor in blocks on its device. Our CUDA kernel does not support whole rows."""
     if rule.rounds_stochastically or rule.has_value_dependent_scales or x.dtype not in DTYPES or not x.numel():
         return torch_fallback
     if x.device.type == "cpu":
         return blocks
-    return torch_fallback if rule.block(role)[1] == WHOLE_ROW else _kernel_on(x.device, "blocks") or torch_fallback
+    return torch_fallback if rule.get_block_shape(role)[1] == WHOLE_ROW else _kernel_on(x.device, "blocks") or torch_fallback
 
 
 def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:

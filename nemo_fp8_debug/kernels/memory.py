@@ -94,17 +94,17 @@ def view_bits(x: torch.Tensor) -> npt.NDArray[Any]:
     return np.asarray(_Memory(x))
 
 
-def current_stream(device: torch.device) -> int:
+def get_current_stream(device: torch.device) -> int:
     """Return the handle of torch's current stream on a CUDA device."""
     handle: int = _raw(device.index) if _raw else torch.cuda.current_stream(device).cuda_stream
     return handle
 
 
-def empty_histogram(device: torch.device) -> torch.Tensor:
+def take_empty_histogram(device: torch.device) -> torch.Tensor:
     """Return an empty histogram, int64 [32768], for use in torch's current stream."""
     if device.type != "cuda":
         return torch.zeros(BINS, dtype=torch.int64, device=device)
-    empty = _empty[device, current_stream(device)]
+    empty = _empty[device, get_current_stream(device)]
     try:
         return empty.pop()
     except IndexError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..numerics.block_scaling import CHUNK as CHUNK_OF_BLOCKS
-from ..numerics.block_scaling import WHOLE_ROW, BlockRule, quantization_sums_in_blocks
+from ..numerics.block_scaling import WHOLE_ROW, BlockScalingRule, quantization_sums_in_blocks
 from ..numerics.formats import FloatFormat
 from ..numerics.metrics import QuantizationSums
 
@@ -18,7 +18,7 @@ LANES = 64
 CHUNK_OF_ROWS = 1 << 22
 
 
-def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
+def count_bit_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
     """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs. Do not wait for the device.
 
     Args:
@@ -34,12 +34,16 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
     counts += lanes.view(LANES, -1).sum(0)
 
 
-def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: object = None) -> QuantizationSums:
+def block_quantization_sums(
+    x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: object = None
+) -> QuantizationSums:
     """Return the sums of an operand under a block rule.
 
     Args:
         x: [..., features], any floating dtype.
         counted: ignored.
     """
-    in_rows = rule.block(role)[1] == WHOLE_ROW and not (rule.rounds_stochastically or rule.has_value_dependent_scales)
+    in_rows = rule.get_block_shape(role)[1] == WHOLE_ROW and not (
+        rule.rounds_stochastically or rule.has_value_dependent_scales
+    )
     return quantization_sums_in_blocks(x, rule, role, fmt, CHUNK_OF_ROWS if in_rows else CHUNK_OF_BLOCKS)

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import show_value, suggest_name
+from ..core.arguments import format_value, suggest_name
 from ..core.error_guard import ErrorGuard
 from ..core.sample import Sample
-from ..distributed import Ranks
-from ..record.dump import TensorDump
+from ..distributed import MonitoredRanks
+from ..record.dump import TensorDumper
 from ..record.schema import STEP_SCALARS
 from .live_control import LiveControl
-from .pipeline import Pipeline, ReducedSample
-from .recorder_queue import Recording
+from .pipeline import ReducedSample, SamplePipeline
+from .recorder_queue import RecorderQueue
 from .sampled_step import SampledStep
 
 #: largest number of steps whose scalars may stay on the device between samples
@@ -28,16 +28,16 @@ STEPS_HELD = 1000
 SECONDS_HELD = 15.0
 
 
-class Delivery:
+class SampleDelivery:
     """Delivers sampled steps, and the scalars of every step, to the recorders of this rank."""
 
     def __init__(
         self,
-        ranks: Ranks,
-        recording: Recording,
-        pipeline: Pipeline,
+        ranks: MonitoredRanks,
+        recording: RecorderQueue,
+        pipeline: SamplePipeline,
         live_control: LiveControl,
-        dump: TensorDump | None,
+        dump: TensorDumper | None,
         errors: ErrorGuard,
         layers: Sequence[str] | None,
     ) -> None:
@@ -52,19 +52,19 @@ class Delivery:
         self._steps: dict[int, StepScalars] = {}
         self._flushed = time.monotonic()
 
-    def keep_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+    def queue_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Keep the scalars of a step."""
         with self._errors.guard("while noting the step"):
             self._steps[step] = StepScalars.noted(scalars)
             self._recording.deliver(wait=False)
 
-    def note_validation(self, step: int, losses: Mapping[str, Any]) -> None:
+    def record_validation(self, step: int, losses: Mapping[str, Any]) -> None:
         """Record the losses of an evaluation."""
         with self._errors.guard("while noting an evaluation"):
             noted = StepScalars.noted(usable_losses(losses, self._errors.warn))
             self._recording.submit_validation(step, lambda: {n: float(value) for n, value in noted.values.items()})
 
-    def submit(self, sampled: SampledStep, why: str | None, opened: bool) -> None:
+    def record_sampled_step(self, sampled: SampledStep, why: str | None, opened: bool) -> None:
         """Measure and record a sampled step.
 
         Args:
@@ -72,13 +72,13 @@ class Delivery:
             opened: whether any rank may have measured the step.
         """
         steps, self._steps, self._flushed = self._steps, {}, time.monotonic()
-        step, outcome = sampled.step, self._pipeline.submit(sampled.captured(lambda: tabulate_steps(steps)))
-        if not self._ranks.writes:
+        step, outcome = sampled.step, self._pipeline.submit_sample(sampled.make_captured_step(lambda: tabulate_steps(steps)))
+        if not self._ranks.writes_record:
             return
         steps[step].trigger = why
         if opened:
-            self._recording.submit(lambda: self._sample(step, outcome, steps))
-            self.report(step)
+            self._recording.submit_sample(lambda: self._sample(step, outcome, steps))
+            self.write_status(step)
         self._recording.submit_steps(lambda: tabulate_steps(steps))
 
     def _sample(
@@ -90,17 +90,17 @@ class Delivery:
         for other, numbers in found.steps.items():
             if other in steps:
                 steps[other].of_others = numbers
-        scalars = steps[step].numbers()
-        sample = Sample(step, self._pipeline.finish(found.tables, scalars), scalars, steps[step].trigger)
-        self._live_control.see_sample(sample)
+        scalars = steps[step].read_numbers()
+        sample = Sample(step, self._pipeline.finish_tables(found.tables, scalars), scalars, steps[step].trigger)
+        self._live_control.check_sample_triggers(sample)
         if self._ranks.world > 1 and self._layers is not None and not len(sample):
-            message = f"the sample of step {step} is empty: no layer on any rank matches {show_value(self._layers)}"
+            message = f"the sample of step {step} is empty: no layer on any rank matches {format_value(self._layers)}"
             self._errors.warn(message, kind="empty sample")
         return sample
 
-    def report(self, step: int | None, ended: bool = False) -> None:
+    def write_status(self, step: int | None, ended: bool = False) -> None:
         """Write the status file as soon as all earlier submissions are recorded."""
-        self._recording.submit_job(lambda: self._live_control.report(step, self._progress(), ended))
+        self._recording.submit_job(lambda: self._live_control.write_status(step, self._progress(), ended))
 
     def record_due_scalars(self) -> None:
         """Record the waiting scalars if there are many, or if the last recording was some time ago."""
@@ -111,7 +111,7 @@ class Delivery:
         """Record the scalars of the steps since the last sample."""
         self._flushed = time.monotonic()
         steps, self._steps = self._steps, {}
-        if steps and self._ranks.writes:
+        if steps and self._ranks.writes_record:
             with self._errors.guard("while recording steps"):
                 self._recording.submit_steps(lambda: tabulate_steps(steps))
 
@@ -122,7 +122,9 @@ class Delivery:
             self._recording.deliver(wait=True)
 
 
-def select_usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: bool = True) -> dict[str, Any]:
+def select_recordable_scalars(
+    scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: bool = True
+) -> dict[str, Any]:
     """Return the scalars of a step that can be recorded: numbers, and tensors of one element. Do not read the tensors yet.
 
     Args:
@@ -195,7 +197,7 @@ class StepScalars:
         values = {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in scalars.items()}
         return cls(time.time(), values)
 
-    def numbers(self) -> dict[str, float]:
+    def read_numbers(self) -> dict[str, float]:
         """Return the numbers. If a number is still on the device, wait for the device."""
         numbers = {**self.of_others, "time": self.time, **{name: float(value) for name, value in self.values.items()}}
         scale = numbers.get("grad_scale", 1.0)
@@ -203,11 +205,11 @@ class StepScalars:
             del numbers["grad_scale"]
         return numbers
 
-    def row(self) -> dict[str, Any]:
+    def make_row(self) -> dict[str, Any]:
         """Return the columns of the `steps` table."""
-        return self.numbers() | ({"trigger": self.trigger} if self.trigger else {})
+        return self.read_numbers() | ({"trigger": self.trigger} if self.trigger else {})
 
 
 def tabulate_steps(steps: Mapping[int, StepScalars]) -> dict[int, dict[str, Any]]:
     """Return the columns of the `steps` table, by step."""
-    return {step: scalars.row() for step, scalars in steps.items()}
+    return {step: scalars.make_row() for step, scalars in steps.items()}

@@ -111,7 +111,7 @@ _HOST_PREFIX = "fp4"
 _ENVIRONMENT = "NVTE_"
 
 
-def fingerprint(
+def make_fingerprint(
     scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: Config, recipe: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Describe a run in plain values, by section."""
@@ -223,7 +223,7 @@ def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[
     if recipe["gemms_quantized_by_emulation"] and not recipe["gemms_switched_in_engine"]:
         return "emulation"
     present = "transformer_engine" in sys.modules
-    if name := torchao.find_engine(g.module for g in gemms if g.backend is torchao.BACKEND):
+    if name := torchao.find_quantizing_engine(g.module for g in gemms if g.backend is torchao.BACKEND):
         return f"Transformer Engine and {name}" if host.get("fp8") and present else name
     formats = [name for name in ("fp8", "fp4") if host.get(name)]
     if formats and not present:
@@ -238,7 +238,7 @@ def _find_parameters(scanned: Sequence[ScannedModule]) -> list[nn.Parameter]:
 
 
 def _torchao(scanned: Sequence[ScannedModule]) -> dict[str, Any]:
-    found = list_configurations((one.name, one.module) for one in scanned)
+    found = list_configurations((one.global_name, one.module) for one in scanned)
     return {"torchao": {"configurations": found}} if found else {}
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from ..core.sample import Sample
 from ..core.waits import WaitTimes
-from ..distributed import Ranks
+from ..distributed import MonitoredRanks
 from ..errors import warn
-from ..options.control_file import LONGEST, NAME, Control
+from ..options.control_file import LONGEST, NAME, ControlSettings
 from ..record.schema import STATUS
-from ..record.storage import NotAFileError, Storage
-from .schedule import Schedule, Triggers
+from ..record.storage import FolderStorage, NotAFileError
+from .schedule import SamplingSchedule, Triggers
 
 
 class LiveControl:
@@ -26,11 +26,11 @@ class LiveControl:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: SamplingSchedule,
         triggers: Triggers,
-        ranks: Ranks,
-        storage: Storage | None,
-        check: Callable[[Control], None],
+        ranks: MonitoredRanks,
+        storage: FolderStorage | None,
+        check: Callable[[ControlSettings], None],
         say: Callable[[str], None],
         waits: WaitTimes,
     ) -> None:
@@ -42,10 +42,10 @@ class LiveControl:
             waits: adds up the training thread's waiting times.
         """
         self._schedule, self._triggers, self._ranks = schedule, triggers, ranks
-        self._storage, self._check, self._say = storage if ranks.writes else None, check, say
+        self._storage, self._check, self._say = storage if ranks.writes_record else None, check, say
         self._waits = waits
         #: the control file at the last read, and its content or error; None without a file
-        self._read: tuple[ControlFile, Control | Exception] | None = None
+        self._read: tuple[ControlFile, ControlSettings | Exception] | None = None
         self._known: ControlFile | None = None  # the control file at the start of the last sampled step
         #: whether this rank knows how the first rank samples the current step
         self.heard = True
@@ -54,26 +54,26 @@ class LiveControl:
         self._status = Status.read(self._storage)
 
     @property
-    def state(self) -> dict[str, Any]:
+    def control_file_state(self) -> dict[str, Any]:
         """The state of the control file, as the status file reports it."""
         return self._status.control
 
     @property
-    def ended_before(self) -> bool:
+    def earlier_attempt_ended(self) -> bool:
         """True if an earlier attempt recorded that the run ended."""
         return self._status.ended
 
-    def read(self) -> None:
+    def read_control_file(self) -> None:
         """Read and parse the control file in the background before a sampled step."""
         if self._storage:
             try:
-                with self._storage.open_small(NAME) as opened:
+                with self._storage.open_file_in_one_request(NAME) as opened:
                     text = opened.read(LONGEST + 1).decode(errors="replace")
-                file = ControlFile(text, self._storage.modified(NAME))
+                file = ControlFile(text, self._storage.read_modification_time(NAME))
                 if self._read is None or file != self._read[0]:
                     self._read = file, self._understood(text)
             except FileNotFoundError:
-                if self._storage.is_anchored:
+                if self._storage.does_anchor_exist:
                     self._read = None
             except NotAFileError as error:
                 self._read = ControlFile(str(error), None), error
@@ -82,9 +82,9 @@ class LiveControl:
             except Exception:  # the record cannot be reached; the record itself warns about that
                 return
 
-    def _understood(self, text: str) -> Control | Exception:
+    def _understood(self, text: str) -> ControlSettings | Exception:
         try:
-            control = Control.parse(text)
+            control = ControlSettings.parse(text)
             self._check(control)
         except Exception as error:
             return error
@@ -94,7 +94,7 @@ class LiveControl:
         """Call before a step, on all ranks. A trigger can cause the step to be sampled."""
         self._status.start_step(step)
         if why := self._triggers.find_pending_reason():
-            self._schedule.trigger(step, why)
+            self._schedule.trigger_samples(step, why)
 
     def start_sample(self, step: int, over: bool) -> None:
         """Call before a sampled step, on all ranks. Apply the control file if it has changed.
@@ -103,7 +103,7 @@ class LiveControl:
             over: whether this rank knows that ranks are out of sync. If so, the first rank informs ranks that wait for its
                 order.
         """
-        if over and not self._ranks.writes:
+        if over and not self._ranks.writes_record:
             self.stopped = True
             return
         order = None if over else self._order(step)
@@ -130,13 +130,13 @@ class LiveControl:
     def _hear(self, word: Mapping[str, Any], step: int) -> None:
         self.stopped = word["over"]
         if word["control"] is not None:
-            self._schedule.apply_control(Control.from_plain_values(word["control"]), step)
+            self._schedule.apply_control(ControlSettings.from_plain_values(word["control"]), step)
 
     def _order(self, step: int) -> dict[str, Any] | None:
         """Return the control file's content that all ranks must apply from `step` on. Return None if it is unchanged or
         invalid.
         """
-        file, found = self._read or (None, Control())
+        file, found = self._read or (None, ControlSettings())
         if file == self._known:
             return None
         self._known, file = file, file or ControlFile("", None)
@@ -151,7 +151,7 @@ class LiveControl:
         self._status.control = {"obeyed": str(control), "step": step, **file.identity}
         if control.steps is not None:
             self._status.control["last_step"] = step + control.steps - 1
-        self._say(f"from step {step} on, {NAME} applies: {control.in_words()}")
+        self._say(f"from step {step} on, {NAME} applies: {control.describe_settings()}")
         return control.plain_values
 
     def _ignore(self, file: ControlFile, step: int) -> None:
@@ -163,15 +163,15 @@ class LiveControl:
             f"{self._status.first_step}. To apply it to this run, write it again, for example: touch {shlex.quote(path)}"
         )
 
-    def see_sample(self, sample: Sample) -> None:
+    def check_sample_triggers(self, sample: Sample) -> None:
         """Pass a sample to the triggers, in the background."""
-        self._triggers.see_sample(sample)
+        self._triggers.check_sample(sample)
 
     def end_step(self, step: int, loss: Any, grad_norm: Any) -> None:
         """Call after a step, on all ranks. Pass its loss and gradient norm to the triggers."""
-        self._triggers.see_step(step, loss, grad_norm)
+        self._triggers.check_step(step, loss, grad_norm)
 
-    def report(self, step: int | None, dumped: Mapping[str, Any], ended: bool = False) -> None:
+    def write_status(self, step: int | None, dumped: Mapping[str, Any], ended: bool = False) -> None:
         """Write the state of the control file and of dumps to the status file, in the background.
 
         Args:
@@ -181,7 +181,9 @@ class LiveControl:
         if self._storage:
             self._status.step = self._status.step if step is None else step
             with contextlib.suppress(Exception):  # if the record cannot be written, it warns itself
-                self._storage.write(STATUS, self._status.text(dumped, self._waits.to_plain_values(), ended).encode())
+                self._storage.replace_file(
+                    STATUS, self._status.format_status(dumped, self._waits.to_plain_values(), ended).encode()
+                )
 
 
 @dataclass(frozen=True)
@@ -226,12 +228,12 @@ class Status:
         self._left_over: dict[str, Any] = self.control if "ignored" in self.control else {}
 
     @classmethod
-    def read(cls, storage: Storage | None) -> Status:
+    def read(cls, storage: FolderStorage | None) -> Status:
         """Read the status of a record. Return an empty status if the file cannot be used, because a run does not need it."""
         content: Any = {}
         with contextlib.suppress(Exception):
             if storage:
-                with storage.open_small(STATUS) as file:
+                with storage.open_file_in_one_request(STATUS) as file:
                     content = json.loads(file.read(LONGEST))
         return cls(content if isinstance(content, dict) else {})
 
@@ -245,16 +247,16 @@ class Status:
         """Return whether an earlier run already applied this control file, and the file was not written again since."""
         return "checksum" in self._left_over and file.is_that_of(self._left_over)
 
-    def what_is_left_of(self, control: Control, file: ControlFile, step: int) -> Control:
+    def what_is_left_of(self, control: ControlSettings, file: ControlFile, step: int) -> ControlSettings:
         """Return the control file for a resumed run, without the part of `steps` that was sampled before."""
         last = self.control.get("last_step")
         if control.steps is None or not isinstance(last, int) or not file.is_that_of(self.control):
             return control
         if step > last:
-            return Control({key: value for key, value in control.changes.items() if key != "dump"})
+            return ControlSettings({key: value for key, value in control.changes.items() if key != "dump"})
         return replace(control, steps=last - step + 1)
 
-    def text(self, dumped: Mapping[str, Any], waited: Mapping[str, Any], ended: bool) -> str:
+    def format_status(self, dumped: Mapping[str, Any], waited: Mapping[str, Any], ended: bool) -> str:
         """Return the content of the file."""
         now = time.time()
         content: dict[str, Any] = {"step": self.step, "first_step": self.first_step, "time": now}

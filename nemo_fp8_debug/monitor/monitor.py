@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from ..capture.gemms import Gemm
-from ..core.arguments import check_arguments, check_whole_number, show_value
-from ..core.error_guard import ErrorGuard, guard_entry, run_all_guarded
+from ..core.arguments import check_whole_number, format_value, reject_unknown_arguments
+from ..core.error_guard import ErrorGuard, guard_entry_point, run_all_guarded
 from ..core.sample import Recorder
 from ..core.waits import WaitTimes
-from ..distributed import Ranks, ShardGroup
+from ..distributed import MonitoredRanks, ShardGroup
 from ..errors import is_exception_underway
 from ..options.config import SAME_ON_ALL_RANKS, Config
-from .assembly import RecordLocation, assemble, chosen_recorders
-from .delivery import select_usable
-from .model_scan import scan_gemms
-from .recorder_queue import Recording
-from .run_summary import Summary
+from .assembly import RecordLocation, assemble_monitor, make_chosen_recorders
+from .delivery import select_recordable_scalars
+from .model_scan import scan_model
+from .recorder_queue import RecorderQueue
+from .run_summary import RunSummaryPrinter
 from .sampled_step import SampledStep
 
 #: the record's file names have room for 18 digits
@@ -56,12 +56,12 @@ class StepOrder:
         #: number of ended steps that began with a valid number, and the first and the last of these steps
         self.ended, self.first, self.last = 0, -1, -1
 
-    def expect(self, first: int, last: int, config: Config) -> None:
+    def warn_if_never_sampled(self, first: int, last: int, config: Config) -> None:
         """Warn before the run if none of its steps (`first` to `last`, both included) will be sampled."""
         if not config.triggers and first <= last and not config.samples_any(first, last):
             self._warn(
-                f"no step of this run will be sampled: it takes steps {first} to {last}, and {config.turns()} is "
-                "sampled; choose a smaller interval",
+                f"no step of this run will be sampled: it takes steps {first} to {last}, and {config.describe_schedule()} "
+                "is sampled; choose a smaller interval",
                 "nothing sampled",
             )
 
@@ -77,7 +77,7 @@ class StepOrder:
         step = check_whole_number(given)
         if step is None or not 0 <= step <= _LARGEST:
             needed = "the number of a step is a whole number, at least 0 and below 10**18"
-            self._warn(f"step {show_value(given)} is not sampled: {needed}", "invalid step")
+            self._warn(f"step {format_value(given)} is not sampled: {needed}", "invalid step")
         elif self.ended and step <= self.last:
             self._warn(
                 f"step {step} is not sampled, because it follows step {self.last}: step numbers must grow. "
@@ -137,7 +137,7 @@ _INVALID = -1  # the number that we use for a step with an invalid number
 _of_folder: weakref.WeakValueDictionary[str, Monitor] = weakref.WeakValueDictionary()
 
 
-@check_arguments(options_of=Config)
+@reject_unknown_arguments(options_of=Config)
 class Monitor:
     """Measures the GEMM operands of every N-th step of any training loop.
 
@@ -176,35 +176,37 @@ class Monitor:
             ConfigError: an option cannot be used, no GEMM matches, or the folder cannot be written, on any rank.
         """
         self._waits = WaitTimes()
-        self._ranks = Ranks(self._waits)
+        self._ranks = MonitoredRanks(self._waits)
         try:
             self.config = Config(output=os.fspath(output) if isinstance(output, os.PathLike) else output, **options)
             self._errors = ErrorGuard(self.config.on_error)
-            self._ranks.agree("options", {name: getattr(self.config, name) for name in SAME_ON_ALL_RANKS})
-            self._model = scan_gemms(model, self.config, self._ranks.world, self._errors)
-            chosen = chosen_recorders(recorders, self.config) if self._ranks.writes else ()
-            self._recording = Recording(chosen, self.fingerprint, self._errors.guard, self._waits)
+            self._ranks.require_same_value("options", {name: getattr(self.config, name) for name in SAME_ON_ALL_RANKS})
+            self._model = scan_model(model, self.config, self._ranks.world, self._errors)
+            chosen = make_chosen_recorders(recorders, self.config) if self._ranks.writes_record else ()
+            self._recording = RecorderQueue(chosen, self.fingerprint, self._errors.guard, self._waits)
             place = RecordLocation.choose_location(self.config, self._recording)
         except Exception as error:
-            self._ranks.start(None, error)
+            self._ranks.await_all_monitors(None, error)
             raise
-        ShardGroup.publish_gemm_names(self._ranks, self._model.kinds)
+        ShardGroup.publish_gemm_names(self._ranks, self._model.kinds_by_name)
         self._idle = self._ranks.world == 1 and not self._recording.recorders
-        self._summary = Summary(self.config, self._recording.recorders, len(self.gemms), self.fingerprint.get("coverage"))
+        self._summary = RunSummaryPrinter(
+            self.config, self._recording.recorders, len(self.gemms), self.fingerprint.get("coverage")
+        )
         shared = self._summary, place, self._errors, self._waits
-        parts = assemble(self.config, self._model, self._ranks, self._recording, *shared)
+        parts = assemble_monitor(self.config, self._model, self._ranks, self._recording, *shared)
         self._shard_group, self._schedule, self._live_control = parts.shard_group, parts.schedule, parts.live_control
         self._pipeline, self._delivery, self._watched = parts.pipeline, parts.delivery, parts.watched
         self._sampled: SampledStep | None = None
         self._begun: int | None = None
-        self._order = StepOrder(self._errors.warn if self._ranks.writes else lambda *anything: None)
+        self._order = StepOrder(self._errors.warn if self._ranks.writes_record else lambda *anything: None)
         order = self._order
         self._errors.step = lambda: order.current
         self._closed, self._process = False, os.getpid()
-        self._summary.open()
+        self._summary.print_first_line()
         with self._errors.guard("while recording that the run goes on"):
-            if self._live_control.ended_before:  # do not wait for the first sample, which may be late
-                self._delivery.report(None)
+            if self._live_control.earlier_attempt_ended:  # do not wait for the first sample, which may be late
+                self._delivery.write_status(None)
         _note_folder(place.record, self, self._errors.warn)
         self._closed_by_hand = _close_at_exit(self, self._ranks.world > 1)
 
@@ -249,7 +251,7 @@ class Monitor:
         finally:
             self.abandon_step()
 
-    @guard_entry("while beginning a step")
+    @guard_entry_point("while beginning a step")
     def begin_step(self, step: int) -> None:
         """Call before the forward pass, on all ranks. If `step` is sampled, hooks are installed.
 
@@ -271,10 +273,10 @@ class Monitor:
             return
         self._waits.start_step(number)
         self._live_control.start_step(number)
-        if self._schedule.samples(number) and not self._live_control.stopped:
+        if self._schedule.is_sampled(number) and not self._live_control.stopped:
             self._start_sample(number)
 
-    @guard_entry("while looking ahead")
+    @guard_entry_point("while looking ahead")
     def expect_steps(self, first: int, last: int) -> None:
         """Announce the steps of the run. Warn if none of these steps will be sampled.
 
@@ -282,7 +284,7 @@ class Monitor:
             first: the first step.
             last: the last step (included).
         """
-        self._order.expect(first, last, self.config)
+        self._order.warn_if_never_sampled(first, last, self.config)
 
     def _start_sample(self, step: int) -> None:
         self._order.sampled = True
@@ -295,13 +297,13 @@ class Monitor:
         if self._live_control.stopped:
             self._sampled, self._pipeline.over = None, True
         elif not self._recording.stuck:
-            self._sampled.open(self._live_control.heard)
+            self._sampled.start_capture(self._live_control.heard)
 
     def _end_sample(self, step: int) -> None:
         if not self._live_control.end_sample(step):
             self._pipeline.stop_sampling(step, TimeoutError("the first rank does not say how to sample"))
 
-    @guard_entry("while abandoning a step")
+    @guard_entry_point("while abandoning a step")
     def abandon_step(self) -> None:
         """Abandon a step that was interrupted: remove the hooks and drop the sample."""
         self._order.give_up()
@@ -312,14 +314,16 @@ class Monitor:
         if sampled is None:
             return
         steps: dict[str, Callable[[], object]] = {
-            "while removing hooks": sampled.detach,
-            "while abandoning a sample": sampled.forget,
+            "while removing hooks": sampled.remove_hooks,
+            "while abandoning a sample": sampled.release_data,
             "while receiving the result of a sample": lambda: self._end_sample(sampled.step),
-            "while reducing a sample with other ranks": lambda: self._pipeline.join_abandoned_sample(sampled.captured(dict)),
+            "while reducing a sample with other ranks": lambda: self._pipeline.join_abandoned_sample(
+                sampled.make_captured_step(dict)
+            ),
         }
         run_all_guarded(self._errors.guard, steps)
 
-    @guard_entry("while reading a loss")
+    @guard_entry_point("while reading a loss")
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Pass the loss of a micro-batch before it is scaled and backpropagated. Then we also record dY in units of the
         unscaled loss.
@@ -334,7 +338,7 @@ class Monitor:
         if self._sampled:
             self._sampled.add_microbatch_loss(loss, tokens)
 
-    @guard_entry("while ending a step")
+    @guard_entry_point("while ending a step")
     def end_step(self, *unnamed: Any, **scalars: Any) -> None:
         """Call after the backward pass, on all ranks. Remove the hooks, measure and record.
 
@@ -352,34 +356,34 @@ class Monitor:
         writes_steps = self._ranks.rank in self._shard_group.leaders
         self._order.warn_of_unnamed(unnamed, "end_step")
         tell = self._errors.warn if writes_steps else lambda message: None
-        scalars = select_usable(scalars, tell, self._watched.dump is not None)
+        scalars = select_recordable_scalars(scalars, tell, self._watched.dump is not None)
         if step is None:
             if began:  # other ranks may have begun the step with a valid number
                 self._begun = None
                 self._tell_triggers(scalars)
             return
         if sampled:
-            scalars = sampled.measured_multiplier() | scalars
+            scalars = sampled.read_gradient_multiplier() | scalars
             # Other ranks may have measured operands that this rank has not measured.
             opened = sampled.is_looked_at or (self._ranks.world > 1 and not self._recording.stuck)
-            sampled.detach()
+            sampled.remove_hooks()
         self._sampled = self._begun = None
         self._tell_triggers(scalars)
         if writes_steps:
-            self._delivery.keep_scalars(step, scalars)
+            self._delivery.queue_scalars(step, scalars)
         if sampled:
             self._summary.due += 1
             self._end_sample(step)
-            self._delivery.submit(sampled, self._schedule.explain_sampling(step), opened)
-            sampled.forget()
+            self._delivery.record_sampled_step(sampled, self._schedule.explain_sampling(step), opened)
+            sampled.release_data()
         else:
             self._delivery.record_due_scalars()
-        if self._schedule.samples(step + 1):
-            self._recording.submit_job(self._live_control.read)
+        if self._schedule.is_sampled(step + 1):
+            self._recording.submit_job(self._live_control.read_control_file)
         if self._errors.raises:
             self.flush()
 
-    @guard_entry("while noting an evaluation")
+    @guard_entry_point("while noting an evaluation")
     def report_validation(self, step: int | None = None, **losses: Any) -> None:
         """Record the losses of an evaluation. `nemo-fp8-debug gate` checks these losses too.
 
@@ -387,8 +391,8 @@ class Monitor:
             step: the training step before the evaluation, or None for the last step.
             losses: numbers or scalar tensors, by name, which are read in the background.
         """
-        if not self.closed and not self._idle and self._ranks.writes:
-            self._delivery.note_validation(max(self._order.current, 0) if step is None else step, losses)
+        if not self.closed and not self._idle and self._ranks.writes_record:
+            self._delivery.record_validation(max(self._order.current, 0) if step is None else step, losses)
 
     def _tell_triggers(self, scalars: Mapping[str, Any]) -> None:
         with self._errors.guard("while watching the loss"):
@@ -397,19 +401,19 @@ class Monitor:
             except TimeoutError as error:
                 self._pipeline.stop_sampling(self._order.current, error)
 
-    @guard_entry("while closing the record")
+    @guard_entry_point("while closing the record")
     def close(self) -> None:
         """End the run and record all remaining data. A second call does nothing."""
         if self.closed:
             return
         failed, self._closed = is_exception_underway(), True
         steps: dict[str, Callable[[], object]] = {
-            "while adding up waits": self._waits.end,
+            "while adding up waits": self._waits.stop_counting,
             "while ending a step": lambda: None if failed else self._order.warn_if_open(),
             "while abandoning a step": self.abandon_step,
             "while ranks part": self._pipeline.close,
             "while recording steps": self._delivery.flush_steps,
-            "while recording the end": lambda: self._delivery.report(None, ended=True),
+            "while recording the end": lambda: self._delivery.write_status(None, ended=True),
             "while unregistering the monitor": self._closed_by_hand,
             "while closing the record": self._recording.close,
             "while closing the record again": lambda: None if self._recording.closed else self._recording.close(),
@@ -421,15 +425,15 @@ class Monitor:
     def _sum_up(self, failed: bool) -> None:
         was_idle, self._idle = self._idle, True  # without recorders (a plan alone) no sample was expected
         if not failed:
-            self._order.warn_if_nothing_sampled(self._schedule.config.turns(), self._pipeline.over or was_idle)
-        self._summary.close(self._pipeline.over, self._recording.stuck, self._waits)
+            self._order.warn_if_nothing_sampled(self._schedule.config.describe_schedule(), self._pipeline.over or was_idle)
+        self._summary.print_last_line(self._pipeline.over, self._recording.stuck, self._waits)
 
     def _release(self) -> None:
         """Release the model, which would otherwise live as long as the monitor."""
-        self._model = self._model.released()
+        self._model = self._model.drop_model_references()
         del self._watched, self._live_control, self._delivery, self._pipeline
 
-    @guard_entry("while recording")
+    @guard_entry_point("while recording")
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
         if not self.closed:

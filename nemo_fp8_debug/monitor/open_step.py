@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..capture.backends.parallel import is_duplicate_master
+from ..capture.backends.parallel import is_duplicate_master_weight
 from ..capture.device_to_host import Move
-from ..capture.dispatcher import Dispatcher
-from ..capture.gemms import Gemm, match_gemms
-from ..capture.hooks import CopySink, OperandSink, ProductSink
-from ..capture.operands import Operand
-from ..capture.optimizer_weights import find_weight, is_split_by_zero
-from ..capture.scales import Scales
+from ..capture.dispatcher import EventDispatcher
+from ..capture.gemms import Gemm, match_gemms_by_name
+from ..capture.hooks import OperandSink, ProductSink, ReplicaSink
+from ..capture.operands import OperandAccumulator
+from ..capture.optimizer_weights import find_gemm_parameter, is_optimizer_state_sharded
+from ..capture.scales import CastChooser
 from ..capture.scan import ScannedModule
-from ..capture.tensors import is_counted_here, is_never_counted
-from ..capture.weight_gradients import WeightGradients
+from ..capture.tensors import is_counted_here, never_count_here
+from ..capture.weight_gradients import WeightGradientCapture
 from ..core.error_guard import ErrorGuard, Fault
 from ..core.keys import ROLES, Key, list_roles
-from ..core.observation import Observation
-from ..distributed import Ranks, ShardGroup
+from ..core.observation import FeatureObservation
+from ..distributed import MonitoredRanks, ShardGroup
 from ..options.config import Config
-from ..record.dump import TensorDump
+from ..record.dump import TensorDumper
 from .model_scan import ModelScan
 
 
@@ -33,14 +33,14 @@ class RunSetup:
     """Values that are the same for all sampled steps of a run."""
 
     config: Config
-    ranks: Ranks
+    ranks: MonitoredRanks
     shard_group: ShardGroup
-    scales: Scales
+    scales: CastChooser
     #: largest number of parts that ranks may split a tensor into, by kind of tensor
     parts: Mapping[str, int]
 
     @property
-    def gemms(self) -> list[str]:
+    def gemm_names(self) -> list[str]:
         """Return the names of the GEMMs of all ranks in the shard group."""
         return [name for name, kind in self.shard_group.kinds.items() if list_roles(kind) == ROLES]
 
@@ -55,10 +55,10 @@ class RunContext:
     world: int
     #: attempt number in this run's record
     attempt: int
-    dump: TensorDump | None
+    dump: TensorDumper | None
     errors: ErrorGuard
     #: features that are observed
-    observations: Sequence[Observation]
+    observations: Sequence[FeatureObservation]
 
 
 class StepObserver:
@@ -67,7 +67,7 @@ class StepObserver:
     def subscribe(self, step: OpenStep) -> None:
         """Start observing. This is called once all observers exist, and only if the step is measured."""
 
-    def close(self) -> Collection[Key]:
+    def stop_observing(self) -> Collection[Key]:
         """Stop observing. This is called after the step, when all hooks are removed.
 
         Returns:
@@ -75,7 +75,7 @@ class StepObserver:
         """
         return ()
 
-    def move(self, to: Move) -> None:
+    def move_tensors(self, to: Move) -> None:
         """Replace each collected tensor with the result of `to`."""
 
 
@@ -95,19 +95,19 @@ class OpenStep:
     #: modules of the model at this step, and ids of the modules inside torch.compile
     scanned: Sequence[ScannedModule]
     compiled: Collection[int]
-    dispatcher: Dispatcher
+    dispatcher: EventDispatcher
     #: function that reports the error because of which an operand is missing
     lose: Fault
-    gradients: WeightGradients
+    gradients: WeightGradientCapture
     #: tensors that this rank measures
-    operands: dict[Key, Operand] = field(default_factory=dict)
+    operands: dict[Key, OperandAccumulator] = field(default_factory=dict)
     #: objects that receive the operands, by GEMM and role
     sinks: dict[Key, OperandSink] = field(default_factory=dict)
     #: operands of GEMMs, by name and role; other ranks may measure some of them
-    seen: dict[str, dict[str, Operand]] = field(default_factory=dict)
+    seen: dict[str, dict[str, OperandAccumulator]] = field(default_factory=dict)
     #: other objects that receive operands: one for each GEMM, and one for all GEMMs
     products: dict[str, ProductSink] = field(default_factory=dict)
-    copies: CopySink | None = None
+    copies: ReplicaSink | None = None
     #: observers by feature
     observers: dict[str, StepObserver] = field(default_factory=dict)
 
@@ -117,7 +117,7 @@ class OpenStep:
         return self.watched.errors.guard
 
 
-def list_counted_operands(
+def list_measured_operands(
     gemms: Sequence[Gemm], config: Config, dumped: Sequence[str], group: ShardGroup, rank: int
 ) -> set[Key]:
     """Return the operands of which this rank measures a part.
@@ -125,18 +125,18 @@ def list_counted_operands(
     Args:
         dumped: patterns of layers that are dumped, in addition to the options' layers.
     """
-    chosen = match_gemms(gemms, None if config.layers is None else [*config.layers, *dumped])
+    chosen = match_gemms_by_name(gemms, None if config.layers is None else [*config.layers, *dumped])
     copied = {
         (g.name, role): is_duplicate_operand(g, role) for g in chosen for role in config.roles if is_hook_visible(g, role)
     }
     return {key for key, of in copied.items() if (group.first[key[0]] == rank if of is None else not of)}
 
 
-def list_compiled_operands(compiled: Sequence[Gemm], config: Config, group: ShardGroup) -> set[Key]:
+def list_operands_lost_to_compile(compiled: Sequence[Gemm], config: Config, group: ShardGroup) -> set[Key]:
     """Return operands that are compiled on this rank but observed on another rank, so that this rank's part is missing."""
     return {
         (gemm.name, role)
-        for gemm in match_gemms(compiled, config.layers)
+        for gemm in match_gemms_by_name(compiled, config.layers)
         for role in config.roles
         if role != "weight" and gemm.name in group.kinds and not gemm.backend.copied(gemm.module, role)
     }
@@ -146,13 +146,13 @@ def is_duplicate_operand(gemm: Gemm, role: str) -> bool | None:
     """Return whether another rank measures the operand, or None if the first rank that has the operand measures it."""
     stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
     if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
-        return is_duplicate_master(gemm.module)
+        return is_duplicate_master_weight(gemm.module)
     return gemm.backend.copied(gemm.module, role)
 
 
 def is_hook_visible(gemm: Gemm, role: str) -> bool:
     """Return whether hooks can see an operand."""
-    return role not in gemm.unseen
+    return role not in gemm.unobserved_roles
 
 
 def make_weight_filter(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
@@ -160,12 +160,14 @@ def make_weight_filter(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callab
 
     A rank measures its own part of a split tensor. If ranks have copies, only the first rank measures.
     """
-    is_copy, weight = is_duplicate_master(gemm.module), find_weight(gemm)
+    is_copy, weight = is_duplicate_master_weight(gemm.module), find_gemm_parameter(gemm)
     if getattr(weight, "main_param_sharded", False):
         return lambda x: not is_copy
     copied = gemm.backend.copied(gemm.module, "weight")
     first = shard_group.first[gemm.name] if copied is None else None
     if copied:
-        return is_never_counted
+        return never_count_here
     # An engine may split optimizer states after the monitor was created.
-    return lambda x: not is_copy if is_split_by_zero(find_weight(gemm)) else is_counted_here(x, rank, first)
+    return lambda x: (
+        not is_copy if is_optimizer_state_sharded(find_gemm_parameter(gemm)) else is_counted_here(x, rank, first)
+    )

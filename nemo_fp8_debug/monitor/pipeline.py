@@ -12,14 +12,14 @@ from typing import Any
 
 from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.operand_stats import OperandStats
-from ..capture.operands import Operand
+from ..capture.operands import OperandAccumulator
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES, SHOWN_AS, Key
-from ..core.observation import CombinedObservations, Observation, SamplePlan
-from ..core.table import Columns, concat_columns, load_modules
-from ..core.threads import Worker
+from ..core.observation import AgreedSampleSettings, CombinedObservations, FeatureObservation
+from ..core.table import Columns, concat_columns, load_feature_modules
+from ..core.threads import WorkerThread
 from ..core.waits import SAMPLE_OF_RANKS
-from ..distributed import Ranks, Reduction, ShardGroup
+from ..distributed import MonitoredRanks, ShardGroup, ShardGroupReduction
 from ..errors import warn
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
@@ -36,8 +36,8 @@ class CapturedStep:
     """The data that this rank captured in a sampled step."""
 
     #: values that must be equal on all ranks before the statistics are added up
-    plan: SamplePlan
-    operands: list[Operand]
+    plan: AgreedSampleSettings
+    operands: list[OperandAccumulator]
     #: observers of the step, by feature
     observers: Mapping[str, Any]
     #: operands that this rank should observe
@@ -66,20 +66,20 @@ class ReducedSample:
     steps: Steps
 
 
-class Pipeline:
+class SamplePipeline:
     """Computes the metrics of samples. With several ranks, this happens in a background thread, together with the other
     ranks.
     """
 
     def __init__(self, setup: RunSetup, errors: ErrorGuard) -> None:
         self._ranks, self._shard_group, self._errors = setup.ranks, setup.shard_group, errors
-        self._keys = setup.shard_group.keys(ROLES)
+        self._keys = setup.shard_group.list_operand_keys(ROLES)
         self._others: dict[str, EmulatedScales] = {}
-        made = [module.make_observation(setup) for module in load_modules("observer")]
+        made = [module.make_observation(setup) for module in load_feature_modules("observer")]
         #: features that are observed
-        self.observations: list[Observation] = [one for one in made if one is not None]
-        self._reduction = Reduction(setup.ranks, setup.shard_group, self.observations)
-        self._worker = Worker("nemo_fp8_debug reduction") if setup.ranks.world > 1 else None
+        self.observations: list[FeatureObservation] = [one for one in made if one is not None]
+        self._reduction = ShardGroupReduction(setup.ranks, setup.shard_group, self.observations)
+        self._worker = WorkerThread("nemo_fp8_debug reduction") if setup.ranks.world > 1 else None
         #: outcome of the current sample, or None as soon as ranks are out of sync
         self._last: Future[ReducedSample | None] | None = None
         self._last_step = -1
@@ -87,9 +87,9 @@ class Pipeline:
         self.over = False
         self._ending = threading.Lock()
         self._speaking: threading.Thread | None = None
-        setup.ranks.listen(self.end_because)
+        setup.ranks.listen_for_out_of_sync(self.end_because)
 
-    def submit(self, sampled: CapturedStep) -> Callable[[], ReducedSample | None]:
+    def submit_sample(self, sampled: CapturedStep) -> Callable[[], ReducedSample | None]:
         """Compute the metrics of a sample. With several ranks, this happens in the background.
 
         Returns:
@@ -110,7 +110,7 @@ class Pipeline:
         sample.
         """
         if self._worker:
-            self.submit(sampled)
+            self.submit_sample(sampled)
 
     def await_previous_sample(self) -> None:
         """Wait for the previous sample, which updates the amax histories of emulated scales."""
@@ -158,7 +158,7 @@ class Pipeline:
                 group.close(in_sync=not self.over)
             self._ranks.close(in_sync=not self.over)
 
-    def finish(self, tables: Tables, scalars: Mapping[str, float]) -> dict[str, Columns]:
+    def finish_tables(self, tables: Tables, scalars: Mapping[str, float]) -> dict[str, Columns]:
         """Return the tables of a sample, in the order of the record.
 
         Args:
@@ -166,13 +166,15 @@ class Pipeline:
         """
         done = dict(tables)
         for one in self.observations:
-            done |= one.finish(done, scalars)
+            done |= one.finish_tables(done, scalars)
         return {name: done[name] for name in TABLES if done.get(name)}
 
     def _collect(self, sampled: CapturedStep) -> dict[str, Any]:
         """Return this rank's statistics by observation."""
-        sampled.device_to_host.wait()
-        return {one.name: one.collect(sampled.observers.get(one.name), sampled.operands) for one in self.observations}
+        sampled.device_to_host.finish_copy()
+        return {
+            one.name: one.collect_results(sampled.observers.get(one.name), sampled.operands) for one in self.observations
+        }
 
     def _alone(self, sampled: CapturedStep) -> Tables:
         found = self._reduction.compute_single_rank_results(self._collect(sampled))
@@ -184,7 +186,7 @@ class Pipeline:
         what_if, chosen = self._what_if(sampled.what_if), {name for name in kinds if sampled.chosen(name)}
         made = CombinedObservations(sampled.step, whole, kinds, chosen, what_if)
         seen = [one for one in self.observations if one.name in whole]  # empty if collecting has failed
-        return {name: columns for one in seen for name, columns in one.rows(made).items()}
+        return {name: columns for one in seen for name, columns in one.make_table_rows(made).items()}
 
     def _what_if(self, recipes: Sequence[Recipe]) -> list[EmulatedScales]:
         """Keep the amax histories of unchanged what-if recipes, and start histories for new recipes."""
@@ -222,7 +224,7 @@ class Pipeline:
 
     def _together(self, sampled: CapturedStep) -> ReducedSample | None:
         with contextlib.suppress(Exception):  # the run may have destroyed the store with its process group
-            self.over = self.over or self._ranks.is_set("over")
+            self.over = self.over or self._ranks.is_published("over")
         if self.over:
             return None
         mine = None
@@ -244,14 +246,14 @@ class Pipeline:
         if self._shard_group.group is None:
             whole: dict[str, Any] | None = self._reduction.compute_single_rank_results(found)
         else:
-            pack = functools.partial(self._reduction.pack, plan, expected=sampled.expected)
+            pack = functools.partial(self._reduction.pack_results, plan, expected=sampled.expected)
             packed = pack({})  # this rank must take part, even without data
             with self._errors.guard("while packing a sample"):
                 packed = pack(found)
             # Histograms of whole tensors replace the parts' histograms.
             sampled.operands.clear()
             found.clear()
-            whole = self._reduction.reduce(plan, packed)
+            whole = self._reduction.reduce_over_ranks(plan, packed)
         if whole is None:
             return None
         with self._errors.guard("while measuring"):
@@ -265,10 +267,10 @@ class Pipeline:
         if self._ranks.rank not in leaders:
             return None
         steps: Steps = {}
-        if not self._ranks.writes:
+        if not self._ranks.writes_record:
             with self._errors.guard("while reading what steps reported"):
                 steps = sampled.steps()
-        found = group.gather((mine, steps)) if group else [(mine, steps)]
+        found = group.gather_to_first_rank((mine, steps)) if group else [(mine, steps)]
         if found is None:
             return None
         parts, of_others = [part for part, _ in found], dict[int, dict[str, float]]()
@@ -295,15 +297,15 @@ def _resolve(outcome: Future[ReducedSample | None], value: ReducedSample | None)
         outcome.set_result(value)
 
 
-def find_shard_group(ranks: Ranks, kinds: Mapping[str, str], errors: ErrorGuard) -> tuple[ShardGroup, bool]:
+def find_shard_group(ranks: MonitoredRanks, kinds: Mapping[str, str], errors: ErrorGuard) -> tuple[ShardGroup, bool]:
     """Return the ranks that have parts of the same tensors, and whether sampling has ended because the ranks cannot
     connect.
     """
     try:
-        return ShardGroup.discover(ranks, kinds), False
+        return ShardGroup.find_shard_group(ranks, kinds), False
     except Exception as error:
         if errors.raises:
             raise
-        if ranks.set_if_absent("over", -1):
+        if ranks.publish_if_absent("over", -1):
             errors.warn(f"the ranks cannot be connected, so operands are not observed: {error}")
         return ShardGroup.make_single_rank(ranks.rank, kinds), True

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from ..core.sample import Recorder, Sample
-from ..core.threads import Worker
+from ..core.threads import WorkerThread
 from ..core.waits import LOGGERS, RECORDING, WaitTimes
 from ..errors import is_exception_underway, warn
 from ..record.loggers.recorder import LoggerRecorder
@@ -29,7 +29,7 @@ ErrorGuard = Callable[[str], AbstractContextManager[None]]
 _T = TypeVar("_T")
 
 
-class Recording:
+class RecorderQueue:
     """Passes samples to recorders in a background thread, or in the caller's thread if a recorder requires that."""
 
     def __init__(
@@ -56,9 +56,9 @@ class Recording:
         #: whether the recorders were closed
         self.closed = False
         self._pending: deque[Future[Record | None]] = deque()
-        self._worker = Worker("nemo_fp8_debug recording")
+        self._worker = WorkerThread("nemo_fp8_debug recording")
 
-    def submit(self, measure: Callable[[], Sample | None]) -> None:
+    def submit_sample(self, measure: Callable[[], Sample | None]) -> None:
         """Measure and record a sample in the background, if there is one.
 
         Wait for the previous sample first, which limits memory.
@@ -98,7 +98,7 @@ class Recording:
         while self._pending and (self._pending[0].done() or (wait and self._wait_for(self._pending[0], started))):
             self.stuck = False
             if record := self._pending.popleft().result():
-                with self._waits.waiting(LOGGERS):
+                with self._waits.measure_wait(LOGGERS):
                     self._each(True, record)
         waited = time.monotonic() - started
         if waited > PATIENCE and not (only_first or self._impatient or self.stuck):
@@ -117,7 +117,7 @@ class Recording:
             self._worker.close(PATIENCE)
         for recorder in self.recorders:
             if isinstance(recorder, LoggerRecorder):
-                recorder.finish(is_exception_underway())
+                recorder.finish_runs(is_exception_underway())
 
     def _enqueue(self, job: Callable[[], Record | None]) -> None:
         if self.stuck and len(self._pending) >= WAITING:
@@ -133,7 +133,7 @@ class Recording:
         if self.stuck and not self._closing:  # do not wait again for a write that already hangs
             return False
         limit = STUCK if self._closing else max(0.0, started + STUCK - time.monotonic())
-        with self._waits.waiting(RECORDING):
+        with self._waits.measure_wait(RECORDING):
             wait([future], limit)
         if not future.done() and not self.stuck:
             self.stuck = True

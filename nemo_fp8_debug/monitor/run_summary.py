@@ -14,10 +14,10 @@ from ..core.waits import WaitTimes
 from ..options.config import Config
 from ..record.console_table import print_safely
 from ..record.tensorboard import TensorBoardRecorder
-from ..record.writer import RunRecord
+from ..record.writer import RunRecordWriter
 
 
-class Summary:
+class RunSummaryPrinter:
     """Prints the first and the last line of a run to the same output as the tables. `table_rows=0` turns off both lines."""
 
     def __init__(
@@ -30,26 +30,26 @@ class Summary:
             coverage: the fingerprint's section about coverage.
         """
         self._config, self._gemms, self._coverage = config, gemms, coverage
-        self._record = next((r for r in recorders if isinstance(r, RunRecord)), None) if config.table_rows else None
+        self._record = next((r for r in recorders if isinstance(r, RunRecordWriter)), None) if config.table_rows else None
         events = (r.folder for r in recorders if isinstance(r, TensorBoardRecorder) and r.folder)
         self._events = next(events, None)
         #: number of sampled steps that ended
         self.due = 0
 
-    def open(self) -> None:
+    def print_first_line(self) -> None:
         """Print the first line."""
         if record := self._record:
             attempt = f" (attempt {record.attempt}: earlier attempts are kept)" if record.attempt else ""
-            self._show(f"recording {self._gemms} GEMMs, {self._config.turns()}, to {record.storage}{attempt}")
+            self._show(f"recording {self._gemms} GEMMs, {self._config.describe_schedule()}, to {record.storage}{attempt}")
             if text := describe_unobserved(self._coverage):
                 self._show(text)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line during the run."""
         if self._record:
             self._show(text)
 
-    def close(self, over: bool, stuck: bool, waits: WaitTimes) -> None:
+    def print_last_line(self, over: bool, stuck: bool, waits: WaitTimes) -> None:
         """Print the last line.
 
         Args:
@@ -66,7 +66,7 @@ class Summary:
             f"{record.lost} parts of the record could not be written" if record.lost else "",
             "sampling ended before the run did" if over else "",
             "a write to the record hangs" if stuck else "",
-            waits.in_words(self.due),
+            waits.describe_waits(self.due),
         ]
         what = "; ".join([f"{found} in {record.storage}", *filter(None, notes)])
         view = f"View: tensorboard --logdir {self._logdir()} or nemo-fp8-debug diagnose {shlex.quote(str(record.storage))}"

@@ -8,26 +8,33 @@ from typing import Any
 
 import torch
 
-from ..capture.backends.base import UnknownCast, read_raw_weight
+from ..capture.backends.base import UnknownCastError, read_raw_weight
 from ..capture.device_to_host import DeviceToHostCopy, TensorHolder
-from ..capture.dispatcher import Dispatcher, TransformedForwardError
-from ..capture.gemms import match_gemms
-from ..capture.grad_scale import GradScale
-from ..capture.operands import Operand
-from ..capture.optimizer_weights import find_buffers
+from ..capture.dispatcher import EventDispatcher, TransformedForwardError
+from ..capture.gemms import match_gemms_by_name
+from ..capture.grad_scale import GradientMultiplier
+from ..capture.operands import OperandAccumulator
+from ..capture.optimizer_weights import find_gradient_buffers
 from ..capture.scan import ScannedModule, scan_modules
 from ..capture.tensors import is_dtensor
-from ..capture.tracing import find_compiled_by_now
-from ..capture.weight_gradients import WeightGradients
+from ..capture.tracing import find_compiled_modules
+from ..capture.weight_gradients import WeightGradientCapture
 from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
-from ..core.layer_names import compile_patterns
-from ..core.observation import SamplePlan
+from ..core.layer_names import compile_layer_patterns
+from ..core.observation import AgreedSampleSettings
 from ..kernels.memory import forget_empty_histograms
 from ..options.config import Config
-from .open_step import OpenStep, RunContext, StepObserver, list_compiled_operands, list_counted_operands, make_weight_filter
+from .open_step import (
+    OpenStep,
+    RunContext,
+    StepObserver,
+    list_measured_operands,
+    list_operands_lost_to_compile,
+    make_weight_filter,
+)
 from .pipeline import CapturedStep, Steps
-from .schedule import Schedule
+from .schedule import SamplingSchedule
 
 _MULTIPLIER = "while measuring the factor of dY"
 #: largest number of operands that a warning names
@@ -35,9 +42,9 @@ _NAMED = 4
 
 
 class SampledStep:
-    """A sampled step. Its operands are captured from `open` to `detach`."""
+    """A sampled step. Its operands are captured from `start_capture` to `remove_hooks`."""
 
-    def __init__(self, step: int, watched: RunContext, schedule: Schedule) -> None:
+    def __init__(self, step: int, watched: RunContext, schedule: SamplingSchedule) -> None:
         """
         Args:
             schedule: the run's schedule. We read its options once all ranks have agreed on them.
@@ -47,10 +54,10 @@ class SampledStep:
         self._schedule = schedule
         #: operands that this rank should observe
         self._expected: set[Key] = set()
-        self._operands: dict[Key, Operand] = {}
+        self._operands: dict[Key, OperandAccumulator] = {}
         self._observers: dict[str, StepObserver] = {}
-        self._dispatcher = Dispatcher()
-        self._multiplier: GradScale | None = None
+        self._dispatcher = EventDispatcher()
+        self._multiplier: GradientMultiplier | None = None
         self._lost: dict[str, list[Key]] = {}
         self._known = watched.model.known
         self._compiled = watched.model.compiled
@@ -64,24 +71,24 @@ class SampledStep:
     @property
     def _dumped(self) -> list[str]:
         """Return patterns of the layers whose tensors are dumped."""
-        return self._schedule.dumped(self.step) if self._watched.dump else []
+        return self._schedule.list_dumped_layers(self.step) if self._watched.dump else []
 
-    def open(self, heard: bool) -> None:
+    def start_capture(self, heard: bool) -> None:
         """Choose operands. Measure them if this rank has received the first rank's order."""
         own, guard = self._watched.shard_group, self._watched.errors.guard
         # After this line, any failure is reported as a missing part of this rank.
-        self._expected = list_counted_operands(self._known, self._config, self._dumped, own, self._watched.rank)
+        self._expected = list_measured_operands(self._known, self._config, self._dumped, own, self._watched.rank)
         scanned = scan_modules(self._watched.model.roots)
         compiled = self._leave_out_compiled(scanned)
         names = {gemm.name for gemm in self._known}
         self._expected = {key for key in self._expected if key[0] in names}
-        self._expected |= list_compiled_operands(self._compiled, self._config, self._watched.shard_group)
+        self._expected |= list_operands_lost_to_compile(self._compiled, self._config, self._watched.shard_group)
         known, patterns = self._known, self._dumped
-        dumped = {gemm.name for gemm in match_gemms(known, patterns)} if patterns else set()
-        chosen = {gemm.name for gemm in match_gemms(known, self._config.layers)}
+        dumped = {gemm.name for gemm in match_gemms_by_name(known, patterns)} if patterns else set()
+        chosen = {gemm.name for gemm in match_gemms_by_name(known, self._config.layers)}
         counts = partial(make_weight_filter, own, self._watched.rank)
         weighed = [gemm for gemm in known if gemm.name in chosen]
-        gradients = WeightGradients(weighed, scanned, len(own.ranks), counts, guard, self._dispatcher)
+        gradients = WeightGradientCapture(weighed, scanned, len(own.ranks), counts, guard, self._dispatcher)
         step = OpenStep(
             *(self.step, self._config, self._watched, known, chosen, dumped, scanned, compiled),
             *(self._dispatcher, self._lose, gradients),
@@ -96,7 +103,7 @@ class SampledStep:
         """Leave out layers that were compiled after the monitor was attached. Return the ids of all modules inside
         torch.compile.
         """
-        ids = find_compiled_by_now(scanned)
+        ids = find_compiled_modules(scanned)
         if self._config.eager:
             return ids
         known = self._watched.model.known
@@ -109,10 +116,10 @@ class SampledStep:
 
     def _subscribe(self, step: OpenStep) -> None:
         model, dispatcher = self._watched.model, self._dispatcher
-        model.masters.buffers = [buffer for _, buffer in find_buffers(step.scanned)]
+        model.masters.buffers = [buffer for _, buffer in find_gradient_buffers(step.scanned)]
         if self._config.eager:
             dispatcher.call_after_step(partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None))
-        self._multiplier = GradScale(model.roots, step.compiled, partial(step.guard, _MULTIPLIER), dispatcher)
+        self._multiplier = GradientMultiplier(model.roots, step.compiled, partial(step.guard, _MULTIPLIER), dispatcher)
         self._multiplier.subscribe()
         self.is_looked_at = bool(step.sinks or step.operands)
         for observer in step.observers.values():
@@ -124,19 +131,19 @@ class SampledStep:
         if self._multiplier is not None:
             self._multiplier.add_loss(loss, tokens)
 
-    def measured_multiplier(self) -> dict[str, Any]:
+    def read_gradient_multiplier(self) -> dict[str, Any]:
         """Return the measured factor of dY as a scalar of the step, if the factor is known."""
         with self._watched.errors.guard(_MULTIPLIER):
-            if self._multiplier is not None and (found := self._multiplier.value()) is not None:
+            if self._multiplier is not None and (found := self._multiplier.compute_multiplier()) is not None:
                 return {"grad_scale": found}
         return {}
 
-    def detach(self) -> None:
+    def remove_hooks(self) -> None:
         """Remove the hooks, and warn about lost operands."""
         self._dispatcher.close()
         forget_empty_histograms()
         for observer in self._observers.values():
-            self._expected -= set(observer.close())
+            self._expected -= set(observer.stop_observing())
         self._multiplier, self.is_looked_at = None, False
         with self._watched.errors.guard("while looking for compiled layers"):
             self._leave_out_compiled(scan_modules(self._watched.model.roots))
@@ -148,7 +155,7 @@ class SampledStep:
     def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         """Note a failed hook, because of which an operand or its cast is missing."""
         errors = self._watched.errors
-        if isinstance(error, UnknownCast):
+        if isinstance(error, UnknownCastError):
             _warn_of_unknown_cast(errors, layer, role, error)
         elif isinstance(error, TransformedForwardError):
             _warn_of_transformed(errors, layer)
@@ -164,23 +171,25 @@ class SampledStep:
                 self._expected.add((layer, role))
             self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
 
-    def forget(self) -> None:
+    def release_data(self) -> None:
         """Release all data, because the step was interrupted or passed on."""
         self._operands, self._observers = {}, {}
 
-    def captured(self, steps: Callable[[], Steps]) -> CapturedStep:
+    def make_captured_step(self, steps: Callable[[], Steps]) -> CapturedStep:
         """Return the captured step.
 
         Args:
             steps: function that reads the scalars of this and earlier steps.
         """
-        sampled, dumped = compile_patterns(self._config.layers), compile_patterns(self._dumped)
+        sampled, dumped = compile_layer_patterns(self._config.layers), compile_layer_patterns(self._dumped)
         operands, observers, what_if = list(self._operands.values()), dict(self._observers), self._config.what_if_recipes
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
         holders: list[TensorHolder] = [*operands, *observers.values()]
         home = DeviceToHostCopy(holders, {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
-        plan = SamplePlan(self.step, [recipe.name for recipe in what_if], self._config.copies, self._config.block_scales)
+        plan = AgreedSampleSettings(
+            self.step, [recipe.name for recipe in what_if], self._config.copies, self._config.block_scales
+        )
         return CapturedStep(plan, operands, observers, expected, what_if, of_sample, steps, home)
 
 

@@ -12,11 +12,11 @@ import torch
 
 from ..core.sample import Sample
 from ..core.text import format_number
-from ..distributed import Ranks
+from ..distributed import MonitoredRanks
 from ..numerics.limits import MADE_UP
 from ..options.config import Config
-from ..options.control_file import Control
-from ..options.trigger_rules import EarlyWarning, LossSpike, NonFinite, Rule
+from ..options.control_file import ControlSettings
+from ..options.trigger_rules import EarlyWarningRule, LossSpikeRule, NonFiniteRule, Rule
 
 #: number of earlier losses that a spike is compared with, and the smallest number that is enough
 _WINDOW, _FEWEST = 128, 16
@@ -38,7 +38,7 @@ class Window:
     dump: Sequence[str]
 
 
-class Schedule:
+class SamplingSchedule:
     """The sampling schedule. It starts from the configuration, and control files and triggers change it."""
 
     def __init__(self, config: Config) -> None:
@@ -47,7 +47,7 @@ class Schedule:
         self.config = config
         self._windows: list[Window] = []
 
-    def samples(self, step: int) -> bool:
+    def is_sampled(self, step: int) -> bool:
         """Return whether `step` is sampled."""
         return self.config.samples(step) or any(w.first <= step <= w.last for w in self._windows)
 
@@ -55,18 +55,18 @@ class Schedule:
         """Return why `step` is sampled, or None if the interval is the only reason."""
         return "; ".join(w.why for w in self._windows if w.first <= step <= w.last) or None
 
-    def dumped(self, step: int) -> list[str]:
+    def list_dumped_layers(self, step: int) -> list[str]:
         """Return patterns of the layers that are dumped at `step`."""
         regular = list(self.config.dump) if self.config.samples(step) else []
         return regular + [p for w in self._windows if w.first <= step <= w.last for p in w.dump]
 
-    def trigger(self, step: int, why: str) -> None:
+    def trigger_samples(self, step: int, why: str) -> None:
         """Sample `step` and some steps after it, for the reason `why`."""
         self._windows = [w for w in self._windows if w.last >= step]
         last = step + self._configured.trigger_steps - 1
         self._windows.append(Window(step, last, why, self._configured.trigger_dump))
 
-    def apply_control(self, control: Control, step: int) -> Window | None:
+    def apply_control(self, control: ControlSettings, step: int) -> Window | None:
         """Apply a control file from `step` on. If the file has `steps`, return the window of these steps."""
         changes = dict(control.changes)
         self._windows = [w for w in self._windows if w.last >= step and not w.why.startswith("control")]
@@ -85,7 +85,7 @@ class Triggers:
     A rule fires when its condition becomes true, and can fire again after the condition has become false.
     """
 
-    def __init__(self, rules: Sequence[Rule], ranks: Ranks) -> None:
+    def __init__(self, rules: Sequence[Rule], ranks: MonitoredRanks) -> None:
         self._rules, self._ranks = list(rules), ranks
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._holds = [False] * len(rules)
@@ -96,19 +96,23 @@ class Triggers:
         self._pending: deque[tuple[int, torch.Tensor]] = deque()
         self._words: dict[int, str] = {}
 
-    def see_sample(self, sample: Sample) -> None:
+    def check_sample(self, sample: Sample) -> None:
         """Check a sample against the rules, in the background, on the rank that computes the metrics."""
         self._samples += 1
         before, self._before = self._before, sample if self._samples > MADE_UP else None
         for i, rule in enumerate(self._rules):
-            if isinstance(rule, LossSpike) or (isinstance(rule, EarlyWarning) and self._samples <= MADE_UP):
+            if isinstance(rule, LossSpikeRule) or (isinstance(rule, EarlyWarningRule) and self._samples <= MADE_UP):
                 continue
-            found = rule.describe_warning(sample, before) if isinstance(rule, EarlyWarning) else rule.passed_by(sample)
+            found = (
+                rule.describe_warning(sample, before)
+                if isinstance(rule, EarlyWarningRule)
+                else rule.describe_violation(sample)
+            )
             if found and not self._holds[i]:
                 self._found.append((i, f"{found} at step {sample.step}"))
             self._holds[i] = found is not None
 
-    def see_step(self, step: int, loss: Any, grad_norm: Any = None) -> None:
+    def check_step(self, step: int, loss: Any, grad_norm: Any = None) -> None:
         """Check the loss and the gradient norm of a step. Exchange these and the results of samples with all ranks.
 
         All ranks call this at every step.
@@ -117,14 +121,16 @@ class Triggers:
             return
         words = dict(self._found.popleft() for _ in range(len(self._found)))
         self._words |= words
-        value = _scalar(loss).to(self._ranks.device) if self._ranks.world > 1 else _scalar(loss)
+        value = _scalar(loss).to(self._ranks.reduction_device) if self._ranks.world > 1 else _scalar(loss)
         finite = value.isfinite()
         # Pipeline stages without a loss report no loss, or 0.
         known = finite & (value != 0) if loss is not None else torch.zeros_like(finite)
         flags = [torch.tensor(float(i in words), device=value.device) for i in range(len(self._rules))]
         bad = ~finite if loss is not None else torch.zeros_like(finite)
         bad_norm = torch.zeros_like(finite) if grad_norm is None else ~_scalar(grad_norm).to(value.device).isfinite()
-        self._pending.append((step, self._ranks.total([torch.where(finite, value, 0.0), known, bad, bad_norm, *flags])))
+        self._pending.append(
+            (step, self._ranks.sum_over_ranks([torch.where(finite, value, 0.0), known, bad, bad_norm, *flags]))
+        )
 
     def find_pending_reason(self) -> str | None:
         """Return why the next step must be sampled, or None. The result is the same on all ranks.
@@ -148,9 +154,9 @@ class Triggers:
         """
         reasons = []
         for i, rule in enumerate(self._rules):
-            if isinstance(rule, NonFinite) and lost:
+            if isinstance(rule, NonFiniteRule) and lost:
                 reasons.append(f"the {lost} of step {step} {'are' if ' and ' in lost else 'is'} not finite")
-            elif isinstance(rule, LossSpike):
+            elif isinstance(rule, LossSpikeRule):
                 spikes = loss is not None and self._is_spike(loss)
                 if spikes and not self._holds[i]:
                     spike, usual = (format_number(value, digits=4) for value in (loss, statistics.median(self._losses)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: names of the sums that `update_sums` returns, in order
+#: names of the sums that `compute_update_sums` returns, in order
 UPDATE_SUMS = (
     "n",
     "error2",
@@ -34,7 +34,7 @@ class Adam:
     Example:
         >>> adam = Adam(rate=0.1, betas=(0.9, 0.99), eps=0.0, decay=0.0, decoupled=True, step=1)
         >>> zero, gradient = torch.zeros(2, dtype=torch.float64), torch.tensor([2.0, -4.0], dtype=torch.float64)
-        >>> adam.change(*adam.moments(zero, zero, gradient, zero), zero)
+        >>> adam.compute_weight_change(*adam.update_moments(zero, zero, gradient, zero), zero)
         tensor([-0.1000,  0.1000], dtype=torch.float64)
     """
 
@@ -47,7 +47,7 @@ class Adam:
     #: number of the step, starting at 1; None if the optimizer does not correct the bias of moments that start at zero
     step: float | torch.Tensor | None
 
-    def moments(
+    def update_moments(
         self, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both moments after a step, from the moments before it. All are float64 of one shape."""
@@ -55,7 +55,7 @@ class Adam:
         one, two = self.betas
         return one * first + (1 - one) * gradient, two * second + (1 - two) * gradient.square()
 
-    def change(self, first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def compute_weight_change(self, first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight's change in a step, computed from the moments after the step."""
         corrections = (1.0, 1.0) if self.step is None else tuple(1 - beta**self.step for beta in self.betas)
         of_moments = first / corrections[0] / ((second / corrections[1]).sqrt() + self.eps)
@@ -71,7 +71,7 @@ class AdamValues:
     second: torch.Tensor
 
 
-def update_sums(
+def compute_update_sums(
     adam: Adam,
     before: AdamValues,
     after: AdamValues,
@@ -95,11 +95,16 @@ def update_sums(
     known = torch.zeros((), dtype=torch.float64, device=gradient.device)
     if products is not None and products[0].shape == gradient.shape:
         exact, known = _exact_gradient(gradient, *products)
-    first, second = adam.moments(before.first, before.second, gradient, before.weight)
-    right = adam.change(*adam.moments(before.first, before.second, exact, before.weight), before.weight)
-    of_gradient = adam.change(first, second, before.weight)
-    of_first, of_second = adam.change(after.first, second, before.weight), adam.change(first, after.second, before.weight)
-    stored = adam.change(after.first, after.second, before.weight)
+    first, second = adam.update_moments(before.first, before.second, gradient, before.weight)
+    right = adam.compute_weight_change(
+        *adam.update_moments(before.first, before.second, exact, before.weight), before.weight
+    )
+    of_gradient = adam.compute_weight_change(first, second, before.weight)
+    of_first, of_second = (
+        adam.compute_weight_change(after.first, second, before.weight),
+        adam.compute_weight_change(first, after.second, before.weight),
+    )
+    stored = adam.compute_weight_change(after.first, after.second, before.weight)
     added = after.weight - before.weight
     # Some optimizers compute the step from the moments before rounding, others from the rounded moments.
     meant = torch.where(_norm2(added - of_gradient) < _norm2(added - stored), of_gradient, stored)

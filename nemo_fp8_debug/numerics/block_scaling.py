@@ -4,7 +4,8 @@ We view an operand as a matrix [tokens, features] (W: [out, in]) and cut it into
 edges blocks are smaller, which is equivalent to Transformer Engine's padding with zeros. Rules describe row-wise copies,
 whose blocks run along the last dimension: X and W of the forward GEMM, dY of the GEMM for dX. The other GEMMs take
 column-wise copies, which Transformer Engine quantizes from the same values in blocks of the transposed shape.
-`BlockRule.columnwise` makes these copies under the same rule. For W in square blocks, both copies are the same.
+`BlockScalingRule.transpose_for_columnwise` makes these copies under the same rule. For W in square blocks, both copies are
+the same.
 
 As in Transformer Engine, the amax of a block ignores NaN, but not infinity. So an infinite value makes the scale of its
 block useless.
@@ -26,7 +27,7 @@ from ..errors import ConfigError
 from .formats import E2M1, FloatFormat, decode_e8m0, round_up_to_e8m0, saturating_cast
 from .histogram import compute_bin_magnitudes
 from .metrics import QuantizationSums, compute_value_sums, exceeds_format
-from .tensor_scaling import compute_scale, torchao_scale
+from .tensor_scaling import compute_scale, compute_torchao_scale
 
 #: number of rows and number of columns of a block
 Block = tuple[int, int]
@@ -53,7 +54,7 @@ class BlockScales(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockRule(ABC):
+class BlockScalingRule(ABC):
     """How to cut blocks and choose their scales."""
 
     #: values of `Recipe.fp8_format` that the rule supports, with the default first
@@ -75,21 +76,21 @@ class BlockRule(ABC):
         """Return True if an engine casts a column-wise copy of this matrix."""
         return True
 
-    def columnwise(self, m: torch.Tensor) -> torch.Tensor:
+    def transpose_for_columnwise(self, m: torch.Tensor) -> torch.Tensor:
         """Return the transposed matrix that the column-wise copy is cast from. Its blocks run along the columns of `m`."""
         return m.t()
 
     @abstractmethod
-    def block(self, role: str) -> Block:
+    def get_block_shape(self, role: str) -> Block:
         """Return the size (rows, columns) of the blocks of operand `role`. A block of `WHOLE_ROW` columns is a whole row."""
 
-    def block_in(self, x: torch.Tensor, role: str) -> Block:
+    def fit_block_shape(self, x: torch.Tensor, role: str) -> Block:
         """Return the size (rows, columns) of the blocks of the matrix `x`. No block is wider than a row."""
-        high, wide = self.block(role)
+        high, wide = self.get_block_shape(role)
         return high, min(wide, x.shape[1])
 
     @abstractmethod
-    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+    def compute_scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """Return the scales of blocks with the given amax.
 
         Args:
@@ -99,7 +100,9 @@ class BlockRule(ABC):
             dtype: dtype of the tensor before the cast.
         """
 
-    def scales_in(self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat) -> BlockScales:
+    def compute_matrix_scales(
+        self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat
+    ) -> BlockScales:
         """Return the scales of the blocks of a matrix.
 
         Args:
@@ -107,14 +110,14 @@ class BlockRule(ABC):
             whole: float32 scalar, amax of the whole tensor, or None if `x` is the whole tensor.
             fmt: format of the codes.
         """
-        amax = block_amax(x, block)
-        return self.scales(amax, amax.amax() if whole is None else whole, fmt, x.dtype)
+        amax = compute_block_amax(x, block)
+        return self.compute_scales(amax, amax.amax() if whole is None else whole, fmt, x.dtype)
 
     def quantize(self, x: torch.Tensor, role: str, fmt: FloatFormat) -> BlockQuantized:
         """Return the codes and scales of `x`, a non-empty tensor [..., features] of any floating dtype."""
         rows = view_as_matrix(x)
-        block = self.block_in(rows, role)
-        scales = self.scales_in(rows, block, None, fmt)
+        block = self.fit_block_shape(rows, role)
+        scales = self.compute_matrix_scales(rows, block, None, fmt)
         codes = saturating_cast(pad_to_tiles(rows.float(), block) * _of_each_tile(scales.scale), fmt)
         return BlockQuantized(_untiled(codes, x), scales, block)
 
@@ -135,7 +138,7 @@ class BlockQuantized:
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(BlockRule):
+class Float8BlockScaling(BlockScalingRule):
     """Transformer Engine's `Float8BlockScaling`. By default, blocks of X and dY are 1x128, and blocks of W are 128x128.
 
     Source: `transpose/quantize_transpose_{vector,square}_blockwise.cu` and `recipe/recipe_common.cuh`, since release 2.3.
@@ -154,19 +157,19 @@ class Float8BlockScaling(BlockRule):
         if self.dimensions not in (0, 1, 2):
             raise ConfigError(f"dimensions of blockwise are {self.dimensions}; use 1 (1x128), 2 (128x128) or 0 (default)")
 
-    def block(self, role: str) -> Block:
+    def get_block_shape(self, role: str) -> Block:
         """Return 1x128, or 128x128 for W, unless `dimensions` sets the size."""
         square = self.dimensions == 2 or (self.dimensions == 0 and role == "weight")
         return (128, 128) if square else (1, 128)
 
-    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+    def compute_scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """Return the scales: the format's limit divided by amax, in float32. Metrics use their exact inverses."""
         scale = compute_scale(amax, fmt.max, self.epsilon, self.power_of_two, torch.finfo(dtype).max)
         return BlockScales(scale.reciprocal(), scale, 1 / scale.double())
 
 
 @dataclass(frozen=True)
-class MXFP8Scaling(BlockRule):
+class MXFP8Scaling(BlockScalingRule):
     """Transformer Engine's `MXFP8BlockScaling`. Blocks are 1x32, and with `enable_2d_quantization` blocks of W are 32x32.
 
     scale_inv is a power of two in E8M0. It is rounded up, so that no value overflows. The OCP MX specification uses the
@@ -181,11 +184,11 @@ class MXFP8Scaling(BlockRule):
 
     formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid")
 
-    def block(self, role: str) -> Block:
+    def get_block_shape(self, role: str) -> Block:
         """Return 1x32, or 32x32 for W with `square_weights`."""
         return (32, 32) if self.square_weights and role == "weight" else (1, 32)
 
-    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+    def compute_scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """Return the scales. Each scale_inv is the smallest power of two that is at least amax * (1 / limit) in float32."""
         if self.by_logarithm:
             return mxfp8_scales_by_logarithm(amax, fmt)
@@ -208,7 +211,7 @@ def mxfp8_scales_by_logarithm(amax: torch.Tensor, fmt: FloatFormat) -> BlockScal
 
 
 @dataclass(frozen=True)
-class RowwiseScaling(BlockRule):
+class RowwiseScaling(BlockScalingRule):
     """torchao's `ScalingGranularity.AXISWISE`: blocks of 1 x K. The default format is E4M3, also for dY.
 
     A row of X or dY is a token. A row of W is an output feature. In the GEMMs that use an operand by columns, each column
@@ -221,18 +224,18 @@ class RowwiseScaling(BlockRule):
 
     formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid", "e5m2")
 
-    def block(self, role: str) -> Block:
+    def get_block_shape(self, role: str) -> Block:
         """Return 1 x K."""
         return (1, WHOLE_ROW)
 
-    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+    def compute_scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """Return the scales: the format's limit divided by amax, computed in float64 and rounded to float32."""
-        scale = torchao_scale(amax, fmt.max, self.power_of_two)
+        scale = compute_torchao_scale(amax, fmt.max, self.power_of_two)
         return BlockScales(scale, scale, torch.where(scale > 0, 1 / scale.double(), 0.0))
 
 
 def compute_block_scales(
-    rule: BlockRule, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, bins: slice = slice(None)
+    rule: BlockScalingRule, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, bins: slice = slice(None)
 ) -> BlockScales:
     """Return the scale for each possible amax, on the device of `whole`. A block's amax is a magnitude of its dtype.
 
@@ -243,14 +246,14 @@ def compute_block_scales(
         bins: which of the 32,768 magnitudes can be an amax. Only a two-level rule uses this argument.
     """
     if rule.two_level:
-        return rule.scales(compute_bin_magnitudes(dtype, whole.device)[bins], whole, fmt, dtype)
+        return rule.compute_scales(compute_bin_magnitudes(dtype, whole.device)[bins], whole, fmt, dtype)
     return _one_level_scales(rule, fmt, dtype, whole.device)
 
 
 @functools.lru_cache(maxsize=64)
-def _one_level_scales(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> BlockScales:
+def _one_level_scales(rule: BlockScalingRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> BlockScales:
     amax = compute_bin_magnitudes(dtype, device)
-    return rule.scales(amax, amax[0], fmt, dtype)
+    return rule.compute_scales(amax, amax[0], fmt, dtype)
 
 
 def view_as_matrix(x: torch.Tensor) -> torch.Tensor:
@@ -275,12 +278,12 @@ def _untiled(tiles: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tiles.flatten(2).flatten(0, 1)[:rows, :columns].reshape(like.shape)
 
 
-def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
+def compute_block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     """Return the largest magnitude of each block of a matrix, ignoring NaN: float32 [blocks of rows, blocks of columns]."""
     return pad_to_tiles(x.float(), block).abs().nan_to_num(0.0, torch.inf).amax((1, 3))
 
 
-def block_sums(
+def block_quantization_sums(
     x: torch.Tensor, scales: BlockScales, block: Block, fmt: FloatFormat, by_chance: bool = False
 ) -> QuantizationSums:
     """Return the sums of a matrix's finite values under its block scales, as one row on the device of `x`.
@@ -298,7 +301,7 @@ def block_sums(
 
 
 def quantization_sums_in_blocks(
-    x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, chunk: int = CHUNK
+    x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, chunk: int = CHUNK
 ) -> QuantizationSums:
     """Return the sums of operand `role` under a block rule, as one row on the device of `x`, without host synchronization.
 
@@ -308,15 +311,17 @@ def quantization_sums_in_blocks(
         chunk: how many values are processed at once, in whole rows.
     """
     rows = view_as_matrix(x) if x.numel() else x.new_zeros(1, 1)
-    block = rule.block_in(rows, role)
+    block = rule.fit_block_shape(rows, role)
     height = max(1, chunk // rows.shape[1] // block[0]) * block[0]
     chunks = rows.split(height)
     whole = torch.zeros((), dtype=torch.float32, device=x.device)
     if rule.two_level:
-        whole = torch.stack([block_amax(c, block).amax() for c in chunks]).amax()
+        whole = torch.stack([compute_block_amax(c, block).amax() for c in chunks]).amax()
     chance = rule.rounds_stochastically
-    parts = [block_sums(c, rule.scales_in(c, block, whole, fmt), block, fmt, chance) for c in chunks]
-    return QuantizationSums.concat(parts).total()
+    parts = [
+        block_quantization_sums(c, rule.compute_matrix_scales(c, block, whole, fmt), block, fmt, chance) for c in chunks
+    ]
+    return QuantizationSums.concat(parts).sum_rows()
 
 
 def expected_sums(x: torch.Tensor, scaled: torch.Tensor, scale_inv: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
@@ -352,7 +357,7 @@ def expected_sums(x: torch.Tensor, scaled: torch.Tensor, scale_inv: torch.Tensor
     )
 
 
-def count_block_scales(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat) -> torch.Tensor:
+def count_block_scales(x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat) -> torch.Tensor:
     """Count how often each scale occurs among the blocks of an operand, without host synchronization.
 
     Args:
@@ -367,13 +372,13 @@ def count_block_scales(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFo
     counts = torch.zeros(CODES + 1, dtype=torch.int64, device=x.device)
     if not rows.numel():
         return counts
-    block = rule.block_in(rows, role)
+    block = rule.fit_block_shape(rows, role)
     chunks = rows.split(max(1, CHUNK // rows.shape[1] // block[0]) * block[0])
-    whole = torch.stack([block_amax(c, block).amax() for c in chunks]).amax()
+    whole = torch.stack([compute_block_amax(c, block).amax() for c in chunks]).amax()
     for chunk in chunks:
-        scales = rule.scales_in(chunk, block, whole, fmt)
+        scales = rule.compute_matrix_scales(chunk, block, whole, fmt)
         codes = _codes(scales.stored, scales.scale_inv)
-        empty = block_amax(chunk, block) == 0
+        empty = compute_block_amax(chunk, block) == 0
         found = torch.where(empty, EMPTY, codes.long()).flatten()
         counts += torch.zeros_like(counts).scatter_add_(0, found, torch.ones_like(found))
     return counts

@@ -9,7 +9,7 @@ import torch
 
 from ..core.keys import ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key
 from ..errors import ConfigError
-from .block_scaling import BlockRule
+from .block_scaling import BlockScalingRule
 from .formats import FloatFormat
 from .recipe import Recipe
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled, compute_cast_scales
@@ -18,7 +18,7 @@ from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled, compute_ca
 MOST_BYTES = 256 << 20
 
 
-def check_histories(recipes: Iterable[Recipe], operands: int) -> None:
+def check_history_memory(recipes: Iterable[Recipe], operands: int) -> None:
     """Raise an error if the histories of these recipes would take too much memory.
 
     Raises:
@@ -47,7 +47,7 @@ class DelayedState:
         self._recipe, self._scaling = recipe, recipe.scaling
         kind: Any = {"dtype": torch.float32, "device": device}
         length = recipe.scaling.amax_history_len if isinstance(recipe.scaling, DelayedScaling) else 0
-        self.limit = torch.tensor([recipe.format_of(role).max for _, role in self.columns], **kind)
+        self.limit = torch.tensor([recipe.get_format(role).max for _, role in self.columns], **kind)
         self.scale = torch.ones(n, **kind)
         self.amax = torch.zeros(n, **kind)
         self.history = torch.zeros(length, n, **kind)
@@ -55,7 +55,9 @@ class DelayedState:
     def update(self) -> None:
         """End a step: update the scales with the amaxes of this step, and start the next step."""
         if isinstance(self._scaling, DelayedScaling):
-            self.history, self.scale = self._scaling.update(self.history, self.scale, self.amax, self.limit)
+            self.history, self.scale = self._scaling.update_history_and_scale(
+                self.history, self.scale, self.amax, self.limit
+            )
             self.amax = torch.zeros_like(self.amax)
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,7 +81,7 @@ class DelayedState:
         same = len(saved["history"]) == len(self.history) and saved.get("recipe", self._recipe.name) == self._recipe.name
         if known and not same:
             mine = torch.tensor([i for i, _ in known], device=self.scale.device)
-            self.scale[mine] = self._scaling.scale(
+            self.scale[mine] = self._scaling.compute_scale(
                 self.history[:, mine], torch.ones_like(self.scale[mine]), self.limit[mine]
             )
 
@@ -98,13 +100,13 @@ class EmulatedScales:
             return False
         return role in ROLES or not isinstance(self.recipe.scaling, DelayedScaling)
 
-    def next_scale(self, key: Key) -> torch.Tensor | CurrentScaling | BlockRule:
+    def next_scale(self, key: Key) -> torch.Tensor | CurrentScaling | BlockScalingRule:
         """Return the next scale of an operand: a float32 scalar tensor, or the rule that chooses scales from the tensor.
 
         Under delayed scaling, an operand without history uses its own amax.
         """
         rule = self.recipe.scaling
-        if isinstance(rule, (CurrentScaling, BlockRule)):
+        if isinstance(rule, (CurrentScaling, BlockScalingRule)):
             return rule
         if isinstance(rule, Unscaled):
             return torch.ones(())
@@ -112,16 +114,16 @@ class EmulatedScales:
             return CurrentScaling()
         return self._state.scale[self._state.index[key]]
 
-    def scales_for(self, keys: Sequence[Key], amax: torch.Tensor) -> torch.Tensor:
+    def compute_scales(self, keys: Sequence[Key], amax: torch.Tensor) -> torch.Tensor:
         """Return the scales of operands with this amax, both float32 [B]. The scales are NaN under a block rule."""
         held = [by if isinstance(by := self.next_scale(key), (torch.Tensor, CurrentScaling)) else None for key in keys]
-        return compute_cast_scales(held, self.formats(keys), amax)
+        return compute_cast_scales(held, self.list_formats(keys), amax)
 
-    def formats(self, keys: Sequence[Key]) -> list[FloatFormat]:
+    def list_formats(self, keys: Sequence[Key]) -> list[FloatFormat]:
         """Return the format that each operand is cast to."""
-        return [self.recipe.format_of(role) for _, role in keys]
+        return [self.recipe.get_format(role) for _, role in keys]
 
-    def observe(self, keys: Sequence[Key], amax: torch.Tensor) -> None:
+    def update_amax_histories(self, keys: Sequence[Key], amax: torch.Tensor) -> None:
         """End a sample: add the amax, float32 [B], of each operand to its history."""
         if isinstance(self.recipe.scaling, DelayedScaling):
             self._state.amax[torch.tensor([self._state.index[key] for key in keys], dtype=torch.int64)] = amax

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import torch
 
 from ..core.keys import Key
-from ..core.layer_names import aggregate_key
+from ..core.layer_names import find_aggregate_key
 from .metrics import QuantizationSums
 
 
@@ -35,11 +35,11 @@ class ExpertAggregates:
         """Return the aggregates whose experts are all of one kind. Sums over different formats have no meaning."""
         members: dict[Key, list[int]] = defaultdict(list)
         for i, (layer, role) in enumerate(keys):
-            if aggregate := aggregate_key(layer, role):
+            if aggregate := find_aggregate_key(layer, role):
                 members[aggregate].append(i)
         return cls({key: rows for key, rows in members.items() if len({kinds[i] for i in rows}) == 1}, len(keys))
 
-    def append_to(
+    def append_aggregate_rows(
         self, chosen: Iterable[int], sums: QuantizationSums, scale: torch.Tensor, amax: torch.Tensor
     ) -> tuple[list[int], QuantizationSums, torch.Tensor]:
         """Return row numbers, sums and scales of the chosen operands, then of each aggregate whose experts were all chosen.
@@ -63,5 +63,5 @@ class ExpertAggregates:
         scales = torch.where(has_values, scale[at], torch.inf)
         least = torch.full((len(whole),), torch.inf).scatter_reduce_(0, owner, scales, "amin")
         of_empty = torch.full((len(whole),), torch.inf).scatter_reduce_(0, owner, scale[at], "amin")
-        added = QuantizationSums.concat([sums, sums.rows(at).sum_by_owner(owner, len(whole))])
+        added = QuantizationSums.concat([sums, sums.rows(at).sum_rows_by_owner(owner, len(whole))])
         return [*rows, *(row for row, _ in whole)], added, torch.cat([scale, torch.where(least.isinf(), of_empty, least)])

@@ -128,7 +128,7 @@ class DecodedCodes:
     #: returns the factor that turns codes into values, a scalar or in the shape of `values`
     scale_inv: Callable[[], torch.Tensor] | None = None
 
-    def part(self, start: int, n: int) -> DecodedCodes:
+    def slice_values(self, start: int, n: int) -> DecodedCodes:
         """Return the `n` values from index `start` on, flattened to one dimension."""
         made, values, at_limit = self.scale_inv, self.values.reshape(-1), self.at_limit.reshape(-1)
 
@@ -141,7 +141,7 @@ class DecodedCodes:
         return DecodedCodes(values[start : start + n], at_limit[start : start + n], self.format, of_part)
 
 
-def is_representable(stored: DecodedCodes, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def is_nearest_code(stored: DecodedCodes, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return whether each code is the nearest to its value under the stored scale, as a bool scalar on the device of `x`.
 
     A cast may also round a value to `dtype` first, and then round the result to a code.
@@ -154,7 +154,7 @@ def is_representable(stored: DecodedCodes, x: torch.Tensor, dtype: torch.dtype) 
         >>> from nemo_fp8_debug.numerics.formats import E4M3
         >>> x = torch.linspace(-1, 1, 9)
         >>> codes = DecodedCodes(x.to(torch.float8_e4m3fn).float(), x > 448, E4M3, lambda: torch.tensor(1.0))
-        >>> bool(is_representable(codes, x, torch.bfloat16)), bool(is_representable(codes, 1.1 * x, torch.bfloat16))
+        >>> bool(is_nearest_code(codes, x, torch.bfloat16)), bool(is_nearest_code(codes, 1.1 * x, torch.bfloat16))
         (True, False)
     """
     if stored.format is None or stored.scale_inv is None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .block_scaling import BlockRule, BlockScales
+from .block_scaling import BlockScales, BlockScalingRule
 from .formats import FloatFormat, saturating_cast
 from .metrics import compute_amax
 from .tensor_scaling import CurrentScaling
@@ -33,7 +33,7 @@ PRODUCTS: dict[str, tuple[Side, Side]] = {
     "dgrad": (("grad_output", False), ("weight", True)),
     "wgrad": (("grad_output", True), ("input", True)),
 }
-#: sums of a product, in the order of `Terms.sums`
+#: sums of a product, in the order of `ProductTerms.error_sums`
 SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -54,7 +54,7 @@ class RowSample:
 
 
 @functools.lru_cache(1024)
-def sample_places(n: int, k: int, device: torch.device, step: int, columns: bool) -> torch.Tensor:
+def sample_indices(n: int, k: int, device: torch.device, step: int, columns: bool) -> torch.Tensor:
     """Return k of n places, int64, ascending and distinct: one in each of k equal parts, or all if n is at most k.
 
     Do not write to the result, which is cached.
@@ -85,7 +85,9 @@ def _phase(step: int, columns: bool) -> float:
     return phase
 
 
-def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule, role: str, fmt: FloatFormat) -> RowSample:
+def copy_quantized_rows(
+    m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockScalingRule, role: str, fmt: FloatFormat
+) -> RowSample:
     """Return copies of some rows of a matrix, quantized as part of the whole matrix, without host synchronization.
 
     Args:
@@ -96,26 +98,26 @@ def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule
         fmt: format of the codes.
     """
     kept = m.index_select(0, at)
-    if isinstance(scale, BlockRule):
+    if isinstance(scale, BlockScalingRule):
         return RowSample(kept, _in_blocks(m, kept, at, scale, role, fmt))
     codes = saturating_cast(kept.float() * scale, fmt)
     return RowSample(kept, (codes.double() / scale.double()).float())
 
 
-def compute_product_scale(m: torch.Tensor, rule: CurrentScaling, fmt: FloatFormat) -> torch.Tensor:
+def compute_current_scale(m: torch.Tensor, rule: CurrentScaling, fmt: FloatFormat) -> torch.Tensor:
     """Return the scale of a non-empty matrix, a float32 scalar. It is NaN if the matrix has NaN anywhere."""
     low, high = torch.aminmax(m)
     amax = torch.maximum(-low, high).float()
-    return torch.where(amax.isnan(), amax, rule.scale(amax, fmt.max))
+    return torch.where(amax.isnan(), amax, rule.compute_scale(amax, fmt.max))
 
 
 def _in_blocks(
-    m: torch.Tensor, kept: torch.Tensor, at: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat
+    m: torch.Tensor, kept: torch.Tensor, at: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat
 ) -> torch.Tensor:
-    block = high, wide = rule.block_in(m, role)
+    block = high, wide = rule.fit_block_shape(m, role)
     whole = compute_amax(m) if rule.two_level else torch.zeros((), device=m.device)
     # A block of one row is complete. The scale of a taller block also depends on rows that were not kept.
-    scales = rule.scales_in(kept if high == 1 else m, block, whole, fmt)
+    scales = rule.compute_matrix_scales(kept if high == 1 else m, block, whole, fmt)
     if high > 1:
         scales = BlockScales(*(column.index_select(0, at // high) for column in scales))
 
@@ -138,7 +140,7 @@ class ProductTerms:
     joint: torch.Tensor
 
     @classmethod
-    def product(cls, a: RowSample, b: RowSample) -> ProductTerms:
+    def from_rows(cls, a: RowSample, b: RowSample) -> ProductTerms:
         """Compute the terms from rows of both operands, in float64, which neither TF32 nor autocast affects.
 
         Args:
@@ -154,11 +156,11 @@ class ProductTerms:
         return cls(of[:high, :wide], of[high:, :wide], of[:high, wide:], of[high:, wide:])
 
     @property
-    def error(self) -> torch.Tensor:
+    def output_error(self) -> torch.Tensor:
         """The error Aq Bq^T - A B^T as a sum of terms. Subtracting the two products would lose small errors in rounding."""
         return self.first + self.second + self.joint
 
-    def sums(self) -> torch.Tensor:
+    def error_sums(self) -> torch.Tensor:
         """Return the effect of quantization on A B^T, float64 [5] in the order of `SUMS`.
 
         Sums of parts or of several products add up.
@@ -166,5 +168,5 @@ class ProductTerms:
         n is the number of output values. `error2` is the sum of their squared errors. `first_error2` and `second_error2` are
         such sums with only A or only B quantized. `output2` is the sum of the squared exact values.
         """
-        squares = [m.square().sum() for m in (self.error, self.first, self.second, self.values)]
+        squares = [m.square().sum() for m in (self.output_error, self.first, self.second, self.values)]
         return torch.stack([torch.full_like(squares[0], self.values.numel()), *squares])

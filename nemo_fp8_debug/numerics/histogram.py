@@ -35,29 +35,29 @@ class Histogram:
     rounded: bool = False
 
     @functools.cached_property
-    def occupied(self) -> Occupied:
+    def occupied_bins(self) -> Occupied:
         """The occupied bins in ascending order, and their counts, computed once. Do not count values afterwards."""
         counts = self.counts.cpu().numpy()
         bins = np.flatnonzero(counts != 0)  # the comparison first takes a quarter of the time
         return bins, counts[bins]
 
     @property
-    def infinity(self) -> int:
+    def infinity_bin(self) -> int:
         """The bin of infinity. Bins below it have finite magnitudes, bins above it NaN."""
-        return infinity_bin(self.dtype)
+        return find_infinity_bin(self.dtype)
 
     @property
     def amax(self) -> float:
         """The largest finite magnitude, or 0 if the histogram has no finite values."""
-        bins, _ = self.occupied
-        finite = bins[: bins.searchsorted(self.infinity)]
+        bins, _ = self.occupied_bins
+        finite = bins[: bins.searchsorted(self.infinity_bin)]
         return float(_of_host(self.dtype)[finite[-1]]) if len(finite) else 0.0
 
     def __add__(self, other: Histogram) -> Histogram:
-        return Histogram.total((self, other))
+        return Histogram.sum_histograms((self, other))
 
     @classmethod
-    def total(cls, histograms: Sequence[Histogram]) -> Histogram:
+    def sum_histograms(cls, histograms: Sequence[Histogram]) -> Histogram:
         """Return a new histogram, the sum of histograms of one dtype."""
         first, *rest = histograms
         added = Histogram(first.dtype, first.counts.clone(), first.rounded)
@@ -70,13 +70,13 @@ class Histogram:
 
 
 @functools.lru_cache(maxsize=len(DTYPES))
-def infinity_bin(dtype: torch.dtype) -> int:
+def find_infinity_bin(dtype: torch.dtype) -> int:
     """Return the bin of infinity. Bins below it have finite magnitudes, bins above it NaN."""
     return int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16))
 
 
 @functools.lru_cache(maxsize=8)
-def list_magnitudes(device: torch.device = _HOST) -> torch.Tensor:
+def list_pattern_magnitudes(device: torch.device = _HOST) -> torch.Tensor:
     """Return the magnitude of each pattern, with NaN and infinity: float32 [2 * 32768], bfloat16 before float16."""
     patterns = torch.arange(BINS, dtype=torch.int32).to(torch.int16)
     return torch.cat([patterns.view(dtype).float() for dtype in DTYPES]).to(device)
@@ -91,7 +91,7 @@ def _of_host(dtype: torch.dtype) -> npt.NDArray[np.float32]:
 def compute_bin_magnitudes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the magnitude of each bin, with NaN and infinity, float32 [32768]."""
     start = BINS * DTYPES.index(dtype)
-    return list_magnitudes(device)[start : start + BINS]
+    return list_pattern_magnitudes(device)[start : start + BINS]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class HistogramBatch:
 
     #: how many bins each histogram occupies, [B]
     lengths: list[int]
-    #: for each bin, its index in the result of `list_magnitudes`, int64 [T]
+    #: for each bin, its index in the result of `list_pattern_magnitudes`, int64 [T]
     index: torch.Tensor
     #: int64 [T]
     counts: torch.Tensor
@@ -118,25 +118,25 @@ class HistogramBatch:
     @classmethod
     def pack_histograms(cls, histograms: Sequence[Histogram]) -> HistogramBatch:
         """Pack histograms in host memory, in their order."""
-        ends = [histogram.infinity for histogram in histograms]
-        borders = [np.searchsorted(s.occupied[0], (end, end + 1)) for s, end in zip(histograms, ends, strict=True)]
+        ends = [histogram.infinity_bin for histogram in histograms]
+        borders = [np.searchsorted(s.occupied_bins[0], (end, end + 1)) for s, end in zip(histograms, ends, strict=True)]
         lengths = [int(finite) for finite, _ in borders]
-        index, counts = (np.zeros(LANES * sum(map(count_lanes, lengths)), np.int64) for _ in range(2))
+        index, counts = (np.zeros(LANES * sum(map(count_lane_groups, lengths)), np.int64) for _ in range(2))
         inf, nan, start = [], [], 0
         for histogram, (finite, after) in zip(histograms, borders, strict=True):
-            bins, of_bins = histogram.occupied
+            bins, of_bins = histogram.occupied_bins
             index[start : start + finite] = bins[:finite] + BINS * DTYPES.index(histogram.dtype)
             counts[start : start + finite] = of_bins[:finite]
             inf.append(int(of_bins[finite:after].sum()))
             nan.append(int(of_bins[after:].sum()))
-            start += LANES * count_lanes(finite)
+            start += LANES * count_lane_groups(finite)
         others = (torch.tensor(of_others, dtype=torch.int64) for of_others in (inf, nan))
         return cls(lengths, torch.from_numpy(index), torch.from_numpy(counts), *others)
 
     @functools.cached_property
     def room(self) -> torch.Tensor:
         """Return the number of bins of each histogram, with padding, int64 [B]."""
-        return torch.tensor([LANES * count_lanes(length) for length in self.lengths], dtype=torch.int64).to(
+        return torch.tensor([LANES * count_lane_groups(length) for length in self.lengths], dtype=torch.int64).to(
             self.index.device
         )
 
@@ -151,18 +151,18 @@ class HistogramBatch:
         return self.bin_starts + torch.tensor(self.lengths, dtype=torch.int64).to(self.index.device)
 
     @functools.cached_property
-    def values(self) -> torch.Tensor:
+    def bin_magnitudes(self) -> torch.Tensor:
         """Return the magnitude of each bin, float32 [T]."""
-        return list_magnitudes(self.index.device)[self.index]
+        return list_pattern_magnitudes(self.index.device)[self.index]
 
     @functools.cached_property
-    def weights(self) -> torch.Tensor:
+    def bin_counts(self) -> torch.Tensor:
         """Return the counts, float64 [T], exact below 2^53."""
         return self.counts.double()
 
     def amax(self) -> torch.Tensor:
         """Return the largest finite magnitude of each histogram, float32 [B], or 0 if it has no finite values."""
-        padded = torch.cat([self.values.new_zeros(1), self.values])
+        padded = torch.cat([self.bin_magnitudes.new_zeros(1), self.bin_magnitudes])
         return torch.where(self.bin_ends > self.bin_starts, padded[self.bin_ends], 0.0)
 
     def expand_to_bins(self, per_histogram: torch.Tensor) -> torch.Tensor:
@@ -187,12 +187,12 @@ class HistogramBatch:
 
         The width is a power of two.
         """
-        lanes = [count_lanes(length) for length in self.lengths]
+        lanes = [count_lane_groups(length) for length in self.lengths]
         width = 1 << (max(lanes, default=1) - 1).bit_length() if max(lanes, default=1) > 1 else 1
         place = np.concatenate([np.zeros(0, np.int64), *(width * i + np.arange(n) for i, n in enumerate(lanes))])
         return width, torch.from_numpy(place).to(self.index.device)
 
 
-def count_lanes(bins: int) -> int:
+def count_lane_groups(bins: int) -> int:
     """Return the number of groups of `LANES` bins that this many bins need."""
     return -(-bins // LANES)

@@ -24,18 +24,20 @@ MADE_UP = 2
 FAR = 3.0
 
 
-def find_worst_limit(role: str, metrics: Mapping[str, float | None], n: float | None = None) -> tuple[str | None, float]:
+def find_most_exceeded_limit(
+    role: str, metrics: Mapping[str, float | None], n: float | None = None
+) -> tuple[str | None, float]:
     """Return the metric with the largest ratio to its limit, and this ratio.
 
     Args:
         n: number of the operand's values, or None if unknown.
 
     Example:
-        >>> find_worst_limit("weight", {"scale_ratio_log2": -6.0, "underflow_pct": 1.0, "overflow_pct": None})
+        >>> find_most_exceeded_limit("weight", {"scale_ratio_log2": -6.0, "underflow_pct": 1.0, "overflow_pct": None})
         ('scale_ratio_log2', 2.0)
-        >>> find_worst_limit("input", {"overflow_pct": 15.0}, n=320)
+        >>> find_most_exceeded_limit("input", {"overflow_pct": 15.0}, n=320)
         ('overflow_pct', 2.0)
-        >>> find_worst_limit("query", {"underflow_pct": 99.0})
+        >>> find_most_exceeded_limit("query", {"underflow_pct": 99.0})
         (None, 0.0)
     """
     worst, most = None, 0.0

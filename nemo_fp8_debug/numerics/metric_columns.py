@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..core.keys import GRADIENTS
-from .block_scaling import CODES, EMPTY, BlockRule
+from .block_scaling import CODES, EMPTY, BlockScalingRule
 from .formats import FloatFormat
 from .metric_names import BLOCK_SCALES, METRICS, UNITS
-from .metrics import Moments, QuantizationSums, compute_metrics
+from .metrics import QuantizationSums, ValueMoments, compute_metrics
 from .tensor_scaling import CurrentScaling
 
 _CURRENT = CurrentScaling()
@@ -22,7 +22,7 @@ _E4M3 = (1, 0x7E)
 
 
 def make_metric_columns(
-    moments: Moments, sums: QuantizationSums, scale: torch.Tensor, formats: Sequence[FloatFormat]
+    moments: ValueMoments, sums: QuantizationSums, scale: torch.Tensor, formats: Sequence[FloatFormat]
 ) -> dict[str, list[Any]]:
     """Return the columns of B operands, with None if a metric is not available.
 
@@ -30,7 +30,7 @@ def make_metric_columns(
         scale: float32 [B], scales of the casts. NaN if unknown, or if blocks have scales of their own.
         formats: B formats.
     """
-    current = _CURRENT.scale(moments.amax.float(), torch.tensor([fmt.max for fmt in formats], dtype=torch.float32))
+    current = _CURRENT.compute_scale(moments.amax.float(), torch.tensor([fmt.max for fmt in formats], dtype=torch.float32))
     measured = compute_metrics(moments, sums, scale, current)
     return {
         "format": [fmt.name for fmt in formats],
@@ -43,7 +43,9 @@ def make_metric_columns(
     }
 
 
-def unscale_columns(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
+def unscale_gradient_columns(
+    columns: Mapping[str, Sequence[Any]], multiplier: float | None
+) -> dict[str, list[float | None]]:
     """Return the metrics in `UNITS`, divided so that they refer to gradients of the loss itself. They are None for X and W.
 
     Args:
@@ -66,7 +68,7 @@ def _absent_as_none(column: torch.Tensor) -> list[float | None]:
     return [None if value != value else value for value in column.tolist()]
 
 
-def make_block_scale_columns(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str, list[float | int | None]]:
+def make_block_scale_columns(counts: torch.Tensor, rules: Sequence[BlockScalingRule]) -> dict[str, list[float | int | None]]:
     """Return the columns of B operands, in the order of `BLOCK_SCALES`. Values are None if all blocks are empty.
 
     We report the stored scales, which the codes are multiplied by. For float32 scales, we report the power of two at or
@@ -83,7 +85,7 @@ def make_block_scale_columns(counts: torch.Tensor, rules: Sequence[BlockRule]) -
     return columns
 
 
-def _distribution(row: Sequence[int], rule: BlockRule) -> tuple[float | int | None, ...]:
+def _distribution(row: Sequence[int], rule: BlockScalingRule) -> tuple[float | int | None, ...]:
     counts, total = row[:CODES], sum(row[:CODES])
     if not total:
         return 0, row[EMPTY], None, None, None, None, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..core.table import load_modules
+from ..core.table import load_feature_modules
 
 #: metrics in the order of the record's columns, with 1 if larger values are worse, and -1 if larger values are better
 WORSE = {
@@ -49,15 +49,15 @@ BLOCK_SCALES = ("blocks", "empty_blocks", "scale_min", "scale_median", "scale_ma
 @cache
 def _labels_of_features() -> dict[str, tuple[str, str]]:
     """Return labels and units of metrics that only one table has."""
-    tables = [table for module in load_modules("table") for table in module.TABLES]
+    tables = [table for module in load_feature_modules("table") for table in module.TABLES]
     return {name: (metric.label, metric.unit) for table in tables for name, metric in table.metrics.items()}
 
 
-def name_metric(metric: str) -> str:
+def label_metric(metric: str) -> str:
     """Return the label of a metric, with its unit.
 
     Example:
-        >>> name_metric("underflow_pct"), name_metric("mse"), name_metric("something_new")
+        >>> label_metric("underflow_pct"), label_metric("mse"), label_metric("something_new")
         ('underflow (%)', 'mean squared error', 'something new')
     """
     label, unit = (LABELS | _labels_of_features()).get(metric, (metric.replace("_", " "), ""))

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 
 from .formats import SCALE_ROUNDING, DecodedCodes, FloatFormat, decode_codes, saturating_cast
-from .histogram import LANES, Histogram, HistogramBatch, compute_bin_magnitudes, count_lanes
+from .histogram import LANES, Histogram, HistogramBatch, compute_bin_magnitudes, count_lane_groups
 from .metric_names import METRICS as METRICS
 from .metric_names import WORSE as WORSE
 
@@ -54,13 +54,13 @@ class _Columns:
         return type(self)(*(to(getattr(self, f.name)) for f in fields(self)))
 
     @property
-    def whole(self: _T) -> _T:
+    def summed_row(self: _T) -> _T:
         """The object itself, because nothing is left to add up."""
         return self
 
 
 @dataclass(frozen=True)
-class UnsummedRow(Generic[_T]):
+class DeferredRowSum(Generic[_T]):
     """One row, as the parts that a kernel wrote.
 
     We add up the parts later, because launching additions now would cost the host as much time as launching the kernel.
@@ -69,18 +69,18 @@ class UnsummedRow(Generic[_T]):
     parts: torch.Tensor
     add_up: Callable[[torch.Tensor], _T]
 
-    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> UnsummedRow[_T]:
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> DeferredRowSum[_T]:
         """Return the same row after applying `to` to its parts."""
-        return UnsummedRow(to(self.parts), self.add_up)
+        return DeferredRowSum(to(self.parts), self.add_up)
 
     @property
-    def whole(self) -> _T:
+    def summed_row(self) -> _T:
         """The row, added up on the device of its parts."""
         return self.add_up(self.parts)
 
 
 @dataclass(frozen=True)
-class Moments(_Columns):
+class ValueMoments(_Columns):
     """Statistics of a tensor before any scale, over its finite values, except for the counts of NaN and infinity."""
 
     n: torch.Tensor  #: int64, number of finite values
@@ -92,7 +92,7 @@ class Moments(_Columns):
     sum_x2: torch.Tensor
     sum_x4: torch.Tensor
 
-    def with_median(self, median: torch.Tensor) -> Moments:
+    def with_median(self, median: torch.Tensor) -> ValueMoments:
         """Return the same moments with another median."""
         return replace(self, median=median)
 
@@ -107,7 +107,7 @@ class QuantizationSums(_Columns):
     sum_xq: torch.Tensor
     sum_q2: torch.Tensor
 
-    def sum_by_owner(self, owner: torch.Tensor, n: int) -> QuantizationSums:
+    def sum_rows_by_owner(self, owner: torch.Tensor, n: int) -> QuantizationSums:
         """Return n rows. Row i sums the rows whose `owner` is i. `owner` is int64 [B]."""
 
         def add(column: torch.Tensor) -> torch.Tensor:
@@ -115,26 +115,26 @@ class QuantizationSums(_Columns):
 
         return QuantizationSums(*(add(getattr(self, f.name)) for f in fields(self)))
 
-    def total(self) -> QuantizationSums:
+    def sum_rows(self) -> QuantizationSums:
         """Return the sum of all rows as one row."""
         if len(self.underflows) == 1:
             return self
-        return self.sum_by_owner(torch.zeros_like(self.underflows), 1)
+        return self.sum_rows_by_owner(torch.zeros_like(self.underflows), 1)
 
 
 #: result of a kernel: a row, or parts of a row on a device
-MomentsFound = Moments | UnsummedRow[Moments]
-SumsFound = QuantizationSums | UnsummedRow[QuantizationSums]
+MomentsFound = ValueMoments | DeferredRowSum[ValueMoments]
+SumsFound = QuantizationSums | DeferredRowSum[QuantizationSums]
 
 
-def total_sums(parts: Sequence[SumsFound]) -> QuantizationSums:
+def sum_over_calls(parts: Sequence[SumsFound]) -> QuantizationSums:
     """Return the total of a tensor's sums over all its calls, as one row in host memory."""
-    return QuantizationSums.concat([part.whole.cpu() for part in parts]).total()
+    return QuantizationSums.concat([part.summed_row.cpu() for part in parts]).sum_rows()
 
 
-def moments(batch: HistogramBatch) -> Moments:
+def compute_histogram_moments(batch: HistogramBatch) -> ValueMoments:
     """Return the moments of B histograms."""
-    x, weights = batch.values.double(), batch.weights
+    x, weights = batch.bin_magnitudes.double(), batch.bin_counts
     squares = x * x
     total = batch.sum_bins(weights).long()
     first = batch.bin_starts
@@ -152,7 +152,7 @@ def moments(batch: HistogramBatch) -> Moments:
     def at(place: torch.Tensor) -> torch.Tensor:
         return torch.where(there, padded[place.clamp_max(len(x))], torch.nan)
 
-    return Moments(
+    return ValueMoments(
         n=total,
         nan=batch.nan,
         inf=batch.inf,
@@ -164,7 +164,9 @@ def moments(batch: HistogramBatch) -> Moments:
     )
 
 
-def quantization_sums(batch: HistogramBatch, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
+def quantization_sums_of_histograms(
+    batch: HistogramBatch, scale: torch.Tensor, formats: Sequence[FloatFormat]
+) -> QuantizationSums:
     """Return the sums of B histograms, each under its own scale and format.
 
     Args:
@@ -172,15 +174,15 @@ def quantization_sums(batch: HistogramBatch, scale: torch.Tensor, formats: Seque
         formats: B formats.
     """
     scales = batch.expand_to_bins(scale)
-    scaled = batch.values * scales
+    scaled = batch.bin_magnitudes * scales
     code, overflows, start = torch.empty_like(scaled), torch.empty_like(scaled, dtype=torch.bool), 0
     for fmt, same in groupby(zip(formats, batch.lengths, strict=True), key=itemgetter(0)):
-        end = start + LANES * sum(count_lanes(length) for _, length in same)
+        end = start + LANES * sum(count_lane_groups(length) for _, length in same)
         code[start:end] = decode_codes(saturating_cast(scaled[start:end], fmt), fmt)
         overflows[start:end] = exceeds_format(scaled[start:end], fmt)
         start = end
     q = code.double().div_(scales)
-    return compute_value_sums(batch.values, overflows, q, batch.weights, batch.sum_bins)
+    return compute_value_sums(batch.bin_magnitudes, overflows, q, batch.bin_counts, batch.sum_bins)
 
 
 def exceeds_format(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
@@ -221,7 +223,7 @@ def compute_value_sums(
 
 def quantization_sums_of_counts(histogram: Histogram, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
     """Return the sums of a histogram under a float32 scalar scale as one row on its device, without host synchronization."""
-    counts, end = histogram.counts, histogram.infinity
+    counts, end = histogram.counts, histogram.infinity_bin
     x = compute_bin_magnitudes(histogram.dtype, counts.device)[:end]
     scaled = x * scale.to(x.device)
     q = saturating_cast(scaled, fmt).double() / scale.to(x.device).double()
@@ -237,19 +239,19 @@ def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (flat,) if flat.numel() <= _CHUNK else flat.split(_CHUNK)
 
 
-def moments_of_float32(x: torch.Tensor) -> Moments:
+def compute_float32_moments(x: torch.Tensor) -> ValueMoments:
     """Return the moments of a float32 tensor as one row on its device, without host synchronization. The median is NaN."""
     parts = [_moments_of_chunk(chunk) for chunk in _chunks(x)]
-    return parts[0] if len(parts) == 1 else merge_moments(Moments.concat(parts))
+    return parts[0] if len(parts) == 1 else merge_moments(ValueMoments.concat(parts))
 
 
-def _moments_of_chunk(x: torch.Tensor) -> Moments:
+def _moments_of_chunk(x: torch.Tensor) -> ValueMoments:
     magnitude = x.abs()
     finite = magnitude.isfinite()
     kept = torch.where(finite, magnitude, 0.0)
     padded = torch.cat([kept, kept.new_zeros(1)])
     squares = kept.double() ** 2
-    return Moments(
+    return ValueMoments(
         n=finite.sum()[None],
         nan=magnitude.isnan().sum()[None],
         inf=magnitude.isinf().sum()[None],
@@ -265,11 +267,11 @@ def _or_nan(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isinf(), torch.nan, x)
 
 
-def merge_moments(parts: Moments) -> Moments:
+def merge_moments(parts: ValueMoments) -> ValueMoments:
     """Return the moments of a tensor (one row) from the moments of its parts. The median cannot be derived and is NaN."""
     if len(parts.n) == 1:
         return parts.with_median(torch.full_like(parts.amax, torch.nan))
-    return Moments(
+    return ValueMoments(
         n=parts.n.sum()[None],
         nan=parts.nan.sum()[None],
         inf=parts.inf.sum()[None],
@@ -303,7 +305,7 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
         q = code.double() / scale.double()
         return compute_value_sums(x, exceeds_format(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
 
-    return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).total()
+    return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).sum_rows()
 
 
 def quantization_sums_of_codes(x: torch.Tensor, stored: DecodedCodes) -> QuantizationSums:
@@ -320,11 +322,11 @@ def quantization_sums_of_codes(x: torch.Tensor, stored: DecodedCodes) -> Quantiz
         beyond = at_limit & (x.abs() > q.abs() * SCALE_ROUNDING)
         return compute_value_sums(x, beyond, q.double(), 1.0, lambda v: v.sum()[None])
 
-    return QuantizationSums.concat([of(*parts) for parts in zip(values, codes, limits, strict=True)]).total()
+    return QuantizationSums.concat([of(*parts) for parts in zip(values, codes, limits, strict=True)]).sum_rows()
 
 
 def compute_metrics(
-    moments: Moments, sums: QuantizationSums, scale: torch.Tensor, scale_current: torch.Tensor
+    moments: ValueMoments, sums: QuantizationSums, scale: torch.Tensor, scale_current: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return all metrics of B operands, float64 [B] each. An unavailable metric is NaN, such as the cosine of zeros.
 

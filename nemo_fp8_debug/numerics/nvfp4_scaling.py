@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from ..errors import ConfigError
-from .block_scaling import Block, BlockRule, BlockScales, block_amax, pad_to_tiles
+from .block_scaling import Block, BlockScales, BlockScalingRule, compute_block_amax, pad_to_tiles
 from .formats import E2M1, E4M3, FloatFormat, decode_codes, saturating_cast
 from .tensor_scaling import FLT_MAX
 
@@ -21,7 +21,7 @@ SIGN_MASK = sum((sign < 0) << i for i, sign in enumerate(_SIGNS))
 
 
 @dataclass(frozen=True)
-class NVFP4Scaling(BlockRule):
+class NVFP4Scaling(BlockScalingRule):
     """Transformer Engine's `NVFP4BlockScaling`. Blocks have E4M3 scales, and the tensor has a float32 scale.
 
     Blocks are 1x16, or 16x16 for W. Codes are rounded to nearest. Under stochastic rounding, metrics are expected values. We
@@ -46,7 +46,7 @@ class NVFP4Scaling(BlockRule):
     formats: ClassVar[tuple[str, ...]] = (E2M1.name,)
     two_level: ClassVar[bool] = True
 
-    def block(self, role: str) -> Block:
+    def get_block_shape(self, role: str) -> Block:
         """Return 1x16, or 16x16 for W."""
         return (16, 16) if self.square_weights and role == "weight" else (1, 16)
 
@@ -74,14 +74,14 @@ class NVFP4Scaling(BlockRule):
         """Return True if there is no transform, or if the number of rows is a multiple of 16 as the transform needs."""
         return not self.hadamard or m.shape[0] % _HADAMARD == 0
 
-    def columnwise(self, m: torch.Tensor) -> torch.Tensor:
+    def transpose_for_columnwise(self, m: torch.Tensor) -> torch.Tensor:
         """Return the transposed matrix. If there is a transform, apply it to groups of 16 values of a row, and round.
 
         Raises:
             ValueError: the number of rows of `m` is not a multiple of 16.
         """
         if not self.hadamard:
-            return super().columnwise(m)
+            return super().transpose_for_columnwise(m)
         if m.shape[0] % _HADAMARD:
             raise ValueError(f"{m.shape[0]} rows are not a multiple of {_HADAMARD}, which the Hadamard transform needs")
         groups = m.t().reshape(-1, _HADAMARD).float()
@@ -93,7 +93,7 @@ class NVFP4Scaling(BlockRule):
         scale = (limit / whole).clamp_max(FLT_MAX)
         return torch.where((whole > 0) & (scale > 0), scale, 1.0)
 
-    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+    def compute_scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """Return the scales. If a block's stored scale rounds to zero, its codes saturate but represent zero."""
         encode = self.tensor_scale(whole, fmt)
         reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
@@ -101,16 +101,21 @@ class NVFP4Scaling(BlockRule):
         scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)
         return BlockScales(stored, scale, stored.double() / encode.double())
 
-    def scales_in(self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat) -> BlockScales:
-        """Return the scales as `BlockRule.scales_in` does. With `four_over_six`, a block's scale depends on its values."""
+    def compute_matrix_scales(
+        self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat
+    ) -> BlockScales:
+        """Return the scales as `BlockScalingRule.compute_matrix_scales` does.
+
+        With `four_over_six`, a block's scale depends on its values.
+        """
         if not self.has_value_dependent_scales:
-            return super().scales_in(x, block, whole, fmt)
-        amax = block_amax(x, block)
+            return super().compute_matrix_scales(x, block, whole, fmt)
+        amax = compute_block_amax(x, block)
         largest = amax.amax() if whole is None else whole
         if self.row_scaled:
             largest = amax.amax(1, keepdim=True).repeat_interleave(block[0], 0)[: len(amax)]
         if not self.four_over_six:
-            return self.scales(amax, largest, fmt, x.dtype)
+            return self.compute_scales(amax, largest, fmt, x.dtype)
         return four_over_six(x, block, amax, largest, self.tensor_scale(largest, fmt), self, fmt)
 
 
@@ -198,7 +203,7 @@ class TorchaoNVFP4Scaling(NVFP4Scaling):
         if self.stochastic or self.hadamard or self.has_value_dependent_scales or self.largest_scale != E4M3.max:
             raise ConfigError("nvfp4_torchao supports only the option square_weights; other options need Transformer Engine")
 
-    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+    def compute_scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """Return the scales, computed step by step in float32 as in `_nvfp4_quantize`.
 
         GEMMs use amax / 2688 as the tensor's scale.

@@ -34,8 +34,8 @@ _FLUSHED = 2.0**-126
 TIMES = math.sqrt(2 * math.log(2 * 500 * 1000 * 3 * (2 * 128 + 2) / 0.01))
 #: number of blocks to check at once, so that their temporaries stay in a cache
 _TOGETHER = 8
-#: Results for a block, in the order of `check_blocks`. A row is hit if one of its values exceeds the value's bound. A row
-#: is beyond its limit if the sum of its errors exceeds the limit of the row.
+#: Results for a block, in the order of `check_product_blocks`. A row is hit if one of its values exceeds the value's bound.
+#: A row is beyond its limit if the sum of its errors exceeds the limit of the row.
 CHECKED = (
     "values",
     "values_beyond",
@@ -59,7 +59,7 @@ CHECKED = (
 
 
 @dataclass(frozen=True)
-class Accumulation:
+class GemmAccumulation:
     """How a GEMM adds up its terms."""
 
     #: unit roundoff of an addition
@@ -80,12 +80,12 @@ class Accumulation:
         n = self.additions(terms) * self.roundoff
         return n / (1 - n) + self.besides if n < 1 else math.inf
 
-    def noise(self, terms: int) -> float:
+    def compute_error_bound(self, terms: int) -> float:
         """Return the joint bound of the errors of independent additions, as a share of sum|a b|."""
         return self.roundoff * math.sqrt(self.additions(terms)) + self.besides
 
 
-FLOAT32 = Accumulation()
+FLOAT32 = GemmAccumulation()
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ExactBlock:
     terms: int
 
     @classmethod
-    def product(cls, a: torch.Tensor, b: torch.Tensor, values: torch.Tensor | None = None) -> ExactBlock:
+    def from_rows(cls, a: torch.Tensor, b: torch.Tensor, values: torch.Tensor | None = None) -> ExactBlock:
         """Compute the block from rows of A and of B.
 
         Args:
@@ -126,12 +126,12 @@ class CheckedBlock:
     #: [k, l], in the dtype that the GEMM returned
     actual: torch.Tensor
     exact: ExactBlock
-    how: Accumulation = FLOAT32
+    how: GemmAccumulation = FLOAT32
     #: bias or earlier result that the GEMM added to the product, [l] or [k, l]; the GEMM may have rounded the product first
     added: torch.Tensor | None = None
 
     @property
-    def kind(self) -> tuple[object, ...]:
+    def batch_key(self) -> tuple[object, ...]:
         """A key that is equal for blocks that can be checked together."""
         return self.actual.shape, self.actual.dtype, self.actual.device, self.added is None
 
@@ -155,23 +155,23 @@ def _magnitudes(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def check_block(
-    actual: torch.Tensor, exact: ExactBlock, how: Accumulation = FLOAT32, added: torch.Tensor | None = None
+    actual: torch.Tensor, exact: ExactBlock, how: GemmAccumulation = FLOAT32, added: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Check one block. Return a row of the result of `check_blocks`.
+    """Check one block. Return a row of the result of `check_product_blocks`.
 
     Example:
         >>> a, b = torch.randn(8, 256).bfloat16(), torch.randn(8, 256).bfloat16()
-        >>> found = dict(zip(CHECKED, check_block(a @ b.T, ExactBlock.product(a, b)).tolist(), strict=True))
+        >>> found = dict(zip(CHECKED, check_block(a @ b.T, ExactBlock.from_rows(a, b)).tolist(), strict=True))
         >>> found["values"], found["values_beyond"], found["value_ratio"] <= 1
         (64.0, 0.0, True)
-        >>> wrong = dict(zip(CHECKED, check_block(1.5 * (a @ b.T), ExactBlock.product(a, b)).tolist(), strict=True))
+        >>> wrong = dict(zip(CHECKED, check_block(1.5 * (a @ b.T), ExactBlock.from_rows(a, b)).tolist(), strict=True))
         >>> round(wrong["factor"], 2), wrong["block_ratio"] > 1
         (1.5, True)
     """
-    return check_blocks([CheckedBlock(actual, exact, how, added)])[0]
+    return check_product_blocks([CheckedBlock(actual, exact, how, added)])[0]
 
 
-def check_blocks(blocks: Sequence[CheckedBlock]) -> torch.Tensor:
+def check_product_blocks(blocks: Sequence[CheckedBlock]) -> torch.Tensor:
     """Compare blocks of one kind with their exact blocks. Return float64 [blocks, `CHECKED`], without host synchronization.
 
     Ratios are error / bound, so correct arithmetic gives at most 1. `factor` is the slope of a regression of the computed
@@ -207,7 +207,9 @@ def _checked(blocks: Sequence[CheckedBlock]) -> torch.Tensor:
     # A value that is not finite but should be has an infinite error.
     error = torch.where(error.isnan(), torch.inf, error)
     ratio = error.abs() / torch.where(usable, bound, 1)
-    noise = torch.hypot(roundings, each([block.how.noise(block.exact.terms) for block in blocks]) * sizes) + small
+    noise = (
+        torch.hypot(roundings, each([block.how.compute_error_bound(block.exact.terms) for block in blocks]) * sizes) + small
+    )
     weight = error.isfinite() & _first_of_their_kind(expected)
     error_, expected_, noise_ = (torch.where(weight, x, 0) for x in (error, expected, noise))
     biased = any(block.how.bias for block in blocks)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import ConfigError
-from .block_scaling import BlockRule, Float8BlockScaling, MXFP8Scaling, RowwiseScaling
+from .block_scaling import BlockScalingRule, Float8BlockScaling, MXFP8Scaling, RowwiseScaling
 from .formats import E4M3, E5M2, FORMATS, FloatFormat
 from .nvfp4_scaling import NVFP4Scaling, TorchaoNVFP4Scaling
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
 
-Scaling = CurrentScaling | DelayedScaling | Unscaled | BlockRule
+Scaling = CurrentScaling | DelayedScaling | Unscaled | BlockScalingRule
 
 _SCALINGS: dict[str, type[Scaling]] = {
     "delayed": DelayedScaling,
@@ -44,7 +44,7 @@ class Recipe:
             raise ConfigError(f"fp8_format is {self.fp8_format!r}; use {' or '.join(map(repr, formats))}")
         object.__setattr__(self, "fp8_format", self.fp8_format or formats[0])
 
-    def format_of(self, role: str) -> FloatFormat:
+    def get_format(self, role: str) -> FloatFormat:
         """Return the format that operand `role` is cast to."""
         if self.fp8_format == "hybrid":
             return E5M2 if role == "grad_output" else E4M3
@@ -62,22 +62,22 @@ class Recipe:
         return _NAME_OF[type(self.scaling)] + choice + (f"({','.join(changed)})" if changed else "")
 
     @property
-    def in_blocks(self) -> bool:
+    def uses_block_scaling(self) -> bool:
         """True if each block of a tensor has its own scale. A histogram cannot measure such casts."""
-        return isinstance(self.scaling, BlockRule)
+        return isinstance(self.scaling, BlockScalingRule)
 
 
 #: the recipe of a run that casts no operand
 BF16_RECIPE = Recipe(Unscaled())
 
 
-def refuse_blocks(recipe: Recipe, what: str) -> None:
+def refuse_block_scaling(recipe: Recipe, what: str) -> None:
     """Raise an error if the recipe scales blocks, which `what` does not support.
 
     Raises:
         ConfigError: the recipe scales blocks.
     """
-    if recipe.in_blocks:
+    if recipe.uses_block_scaling:
         raise ConfigError(f"{what} takes recipes with one scale per tensor (delayed, current, bf16), not {recipe.name!r}")
 
 
@@ -108,7 +108,7 @@ class RecipeReference:
     recipe: str
 
     @property
-    def parsed(self) -> Recipe:
+    def parsed_recipe(self) -> Recipe:
         """The recipe with this name, parsed only once. This is internal, because recipes are not public.
 
         Raises:

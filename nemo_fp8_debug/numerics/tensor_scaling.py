@@ -37,7 +37,7 @@ class CurrentScaling:
 
     formats: ClassVar[tuple[str, ...]] = _PER_TENSOR_FORMATS
 
-    def scale(self, amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+    def compute_scale(self, amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
         """Return the scales of tensors with this amax, or 1 if amax is zero or not finite.
 
         Args:
@@ -61,7 +61,7 @@ def compute_cast_scales(
     scales = torch.full_like(amax, torch.nan)
     for rule in {by for by in held if isinstance(by, CurrentScaling)}:
         mine = torch.tensor([by == rule if isinstance(by, CurrentScaling) else False for by in held]).to(amax.device)
-        scales = torch.where(mine, rule.scale(amax, limits), scales)
+        scales = torch.where(mine, rule.compute_scale(amax, limits), scales)
     known: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     for i, scale in enumerate(held):
         if isinstance(scale, torch.Tensor):
@@ -91,7 +91,7 @@ class DelayedScaling:
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ConfigError(f"amax_compute_algo is {self.amax_compute_algo!r}; use 'max' or 'most_recent'")
 
-    def update(
+    def update_history_and_scale(
         self, history: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, limit: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a step to the history, and compute the scale that the next step casts with.
@@ -107,9 +107,9 @@ class DelayedScaling:
         """
         seen = amax > 0
         history = torch.where(seen, torch.cat([history[1:], amax[None]]), history)
-        return history, torch.where(seen, self.scale(history, scale, limit), scale)
+        return history, torch.where(seen, self.compute_scale(history, scale, limit), scale)
 
-    def scale(self, history: torch.Tensor, before: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    def compute_scale(self, history: torch.Tensor, before: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
         """Return the scales computed from a history, float32 [n], or those in `before` if no amax is usable."""
         reference = history.amax(0) if self.amax_compute_algo == "max" else history[-1]
         usable = (reference > 0) & reference.isfinite()
@@ -186,7 +186,7 @@ def power_of_two_below(scale: torch.Tensor) -> torch.Tensor:
     return torch.exp2(torch.floor(torch.log2(scale)))
 
 
-def torchao_scale(amax: torch.Tensor, limit: float, power_of_two: bool) -> torch.Tensor:
+def compute_torchao_scale(amax: torch.Tensor, limit: float, power_of_two: bool) -> torch.Tensor:
     """Return limit / amax in float64, rounded to float32, or 0 if amax is infinite.
 
     Source: `amax_to_scale` of torchao's `float8/float8_utils.py`, release 0.18.

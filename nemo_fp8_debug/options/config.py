@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..core.arguments import check_arguments, check_choices, check_number, check_strings, show_value
+from ..core.arguments import check_choices, check_number, check_strings, format_value, reject_unknown_arguments
 from ..core.keys import ACTIVATIONS, ROLES, STATES
-from ..core.layer_names import compile_patterns
+from ..core.layer_names import compile_layer_patterns
 from ..errors import ConfigError
 from ..numerics.recipe import Recipe, parse_recipe
 from .loggers import LoggerChoice, parse_loggers
-from .trigger_rules import parse_rule
+from .trigger_rules import parse_trigger_rule
 
 #: options that are whole numbers, and the smallest valid value of each
 _NUMBERS = {
@@ -40,7 +40,7 @@ SAME_ON_ALL_RANKS = (
 )
 
 
-@check_arguments()
+@reject_unknown_arguments()
 @dataclass(frozen=True)
 class Config:
     """The options of `Monitor` and all callbacks: what to sample, when, and where to write samples.
@@ -158,13 +158,13 @@ class Config:
             if name != "layers" or self.layers is not None:
                 check_strings(name, getattr(self, name))
         if not isinstance(self.what_if, Sequence) or isinstance(self.what_if, str):
-            raise ConfigError(f"what_if is {show_value(self.what_if)}; it takes a list of recipes")
+            raise ConfigError(f"what_if is {format_value(self.what_if)}; it takes a list of recipes")
         if len(self.what_if) > MOST_WHAT_IF:
             raise ConfigError(f"what_if has {len(self.what_if)} recipes; it takes at most {MOST_WHAT_IF}")
         for name in ("output", "report_baseline"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))) or value == "":
-                raise ConfigError(f"{name} is {show_value(value)}; it must be a path")
+                raise ConfigError(f"{name} is {format_value(value)}; it must be a path")
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(f"last_step {self.last_step} is before first_step {self.first_step}: nothing is sampled")
         for name, known in {"roles": ROLES, "states": STATES, "activations": ACTIVATIONS}.items():
@@ -172,14 +172,14 @@ class Config:
                 check_choices(name, getattr(self, name), known)
         for name in ("replicas", "gradients", "copies", "block_scales", "eager", "log_every_tensor"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {show_value(getattr(self, name))}; it must be True or False")
+                raise ConfigError(f"{name} is {format_value(getattr(self, name))}; it must be True or False")
         if self.on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {self.on_error!r}; use 'warn' or 'raise'")
         for patterns in (self.layers, self.dump, self.trigger_dump):
-            compile_patterns(patterns)
-        _ = self.what_if_recipes, self.measured_recipe, self.logger_choices
+            compile_layer_patterns(patterns)
+        _ = self.what_if_recipes, self.parsed_recipe, self.logger_choices
         for trigger in self.triggers:
-            parse_rule(trigger)
+            parse_trigger_rule(trigger)
 
     @cached_property
     def what_if_recipes(self) -> tuple[Recipe, ...]:
@@ -187,7 +187,7 @@ class Config:
         return tuple(map(parse_recipe, self.what_if))
 
     @cached_property
-    def measured_recipe(self) -> Recipe | None:
+    def parsed_recipe(self) -> Recipe | None:
         """The parsed `recipe`, or None for "auto"."""
         return None if self.recipe == "auto" else parse_recipe(self.recipe)
 
@@ -220,7 +220,7 @@ class Config:
         next_one = -(-first // self.interval) * self.interval
         return next_one <= (last if self.last_step is None else min(last, self.last_step))
 
-    def turns(self) -> str:
+    def describe_schedule(self) -> str:
         """Describe in words which steps are sampled, such as `every 100 steps from step 500 on`."""
         every = "every step" if self.interval == 1 else f"every {self.interval} steps"
         first = f" from step {self.first_step}{' on' if self.last_step is None else ''}" if self.first_step > 0 else ""

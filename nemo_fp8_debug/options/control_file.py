@@ -37,14 +37,14 @@ _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
 @dataclass(frozen=True)
-class Control:
+class ControlSettings:
     """The content of a control file."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
     steps: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Control:
+    def parse(cls, text: str) -> ControlSettings:
         """Parse the text of a control file. An empty file changes nothing.
 
         Raises:
@@ -76,11 +76,11 @@ class Control:
         }
 
     @classmethod
-    def from_plain_values(cls, content: Mapping[str, Any]) -> Control:
+    def from_plain_values(cls, content: Mapping[str, Any]) -> ControlSettings:
         """Return the content that `plain_values` has stored. Another rank has already parsed and checked this content."""
         return cls({key: tuple(v) if isinstance(v, list) else v for key, v in content["changes"].items()}, content["steps"])
 
-    def in_words(self) -> str:
+    def describe_settings(self) -> str:
         """Describe the content in one line. Options that it does not mention keep their values from the start of the run."""
         content = {**self.changes} | ({} if self.steps is None else {"steps": self.steps})
         shown = (f"{key} {', '.join(map(str, v)) if isinstance(v, tuple) else v}" for key, v in content.items())

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.arguments import show_value, suggest_name
+from ..core.arguments import format_value, suggest_name
 from ..errors import ConfigError
 
 #: package of each logger, by name
@@ -70,7 +70,7 @@ def parse_loggers(value: Any) -> tuple[LoggerChoice, ...]:
         ['wandb', 'mlflow']
     """
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
-        raise ConfigError(f"loggers is {show_value(value)}; it takes a list, such as ['wandb']")
+        raise ConfigError(f"loggers is {format_value(value)}; it takes a list, such as ['wandb']")
     return tuple(choice for item in value for choice in _choices(item))
 
 
@@ -80,16 +80,16 @@ def _choices(item: Any) -> list[LoggerChoice]:
     if isinstance(item, Mapping):
         for name, settings in item.items():
             if not isinstance(settings, Mapping):
-                raise ConfigError(f"settings of the logger {name!r} are {show_value(settings)}; they must be a mapping")
+                raise ConfigError(f"settings of the logger {name!r} are {format_value(settings)}; they must be a mapping")
         return [LoggerChoice(_known(name), dict(settings)) for name, settings in item.items()]
     if item is None or isinstance(item, (bool, int, float, Sequence)):
-        raise ConfigError(f"{show_value(item)} is not a logger; use {_names()}, or a run or logger that you made")
+        raise ConfigError(f"{format_value(item)} is not a logger; use {_names()}, or a run or logger that you made")
     return [LoggerChoice(given=item)]
 
 
 def _known(name: Any) -> str:
     if name not in PACKAGES:
-        raise ConfigError(f"unknown logger {show_value(name)}{suggest_name(str(name), PACKAGES)}; choose from {_names()}")
+        raise ConfigError(f"unknown logger {format_value(name)}{suggest_name(str(name), PACKAGES)}; choose from {_names()}")
     return str(name)
 
 

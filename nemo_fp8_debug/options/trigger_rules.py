@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.keys import RESULTS, ROLES, SHOWN_AS
-from ..core.layer_names import aggregate_key, is_aggregate, name_aggregate
+from ..core.layer_names import find_aggregate_key, find_expert_aggregate, is_expert_aggregate
 from ..core.sample import Sample
 from ..core.text import format_number
 from ..errors import ConfigError
-from ..numerics.limits import FAR, FORMATS, LIMITS, find_worst_limit
+from ..numerics.limits import FAR, FORMATS, LIMITS, find_most_exceeded_limit
 from ..numerics.metric_names import METRICS
 
 _RULE = re.compile(r"(?P<metric>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
 
 
 @dataclass(frozen=True)
-class Threshold:
+class ThresholdRule:
     """A rule for a metric above or below a limit, in any tensor or in tensors of one role."""
 
     metric: str
@@ -27,21 +27,23 @@ class Threshold:
     sign: str
     limit: float
 
-    def passed_by(self, sample: Sample) -> str | None:
+    def describe_violation(self, sample: Sample) -> str | None:
         """Describe the sample's first tensor whose metric is beyond the limit. Return None if there is no such tensor.
 
         Each expert is a tensor of its own. The aggregate over a layer's experts is ignored.
         """
-        columns = sample.columns
+        columns = sample.operand_columns
         rows = zip(columns["layer"], columns["role"], columns[self.metric], strict=True)
-        past = [row for row in rows if not is_aggregate(row[0]) and self._is_past(*row[1:])]
+        past = [row for row in rows if not is_expert_aggregate(row[0]) and self._is_past(*row[1:])]
         if not past:
             return None
         layer, role, value = past[0]
         shown, limit = format_number(value, digits=4), format_number(self.limit)
         found = f"{self.metric} of {SHOWN_AS[role]} of {layer} is {shown} ({self.sign} {limit})"
         alike = (
-            sum(aggregate_key(*row[:2]) == aggregate_key(layer, role) for row in past[1:]) if name_aggregate(layer) else 0
+            sum(find_aggregate_key(*row[:2]) == find_aggregate_key(layer, role) for row in past[1:])
+            if find_expert_aggregate(layer)
+            else 0
         )
         return f"{found}, and of {alike} more experts of the layer" if alike else found
 
@@ -51,31 +53,31 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class NonFinite:
+class NonFiniteRule:
     """A rule for NaN or infinity in an operand. For the loss and the gradient norm, `Triggers` checks this itself."""
 
-    def passed_by(self, sample: Sample) -> str | None:
+    def describe_violation(self, sample: Sample) -> str | None:
         """Describe the first operand in the order of execution that has NaN or infinity. Return None if all are finite."""
         return sample.describe_first_nonfinite()
 
 
 @dataclass(frozen=True)
-class LossSpike:
+class LossSpikeRule:
     """A rule for a spike of the loss that is reduced over all ranks. `Triggers` checks this itself."""
 
-    def passed_by(self, sample: Sample) -> str | None:
+    def describe_violation(self, sample: Sample) -> str | None:
         """Return None, because a single sample does not show a spike."""
         return None
 
 
 @dataclass(frozen=True)
-class EarlyWarning:
+class EarlyWarningRule:
     """A rule for an operand beyond its healthy limits in two consecutive samples, or far beyond them in one sample.
 
     `Triggers` keeps the previous sample, and calls `describe_warning`.
     """
 
-    def passed_by(self, sample: Sample) -> str | None:
+    def describe_violation(self, sample: Sample) -> str | None:
         """Return None, because the rule needs more than one sample."""
         return None
 
@@ -121,10 +123,12 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
     """Return the worst metric of each layer and role: its ratio to the limit, its name and its value."""
     if sample is None:
         return {}
-    columns, found = sample.columns, dict[tuple[str, str], tuple[float, str, float]]()
+    columns, found = sample.operand_columns, dict[tuple[str, str], tuple[float, str, float]]()
     for i, (layer, role) in enumerate(zip(columns["layer"], columns["role"], strict=True)):
-        metric, times = find_worst_limit(role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i])
-        if metric is not None and columns["format"][i] in FORMATS and not is_aggregate(layer):
+        metric, times = find_most_exceeded_limit(
+            role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i]
+        )
+        if metric is not None and columns["format"][i] in FORMATS and not is_expert_aggregate(layer):
             found[layer, role] = times, metric, columns[metric][i]
     return found
 
@@ -134,15 +138,15 @@ _OUGHT = {"reduction": "the sum of what ranks and micro-batches computed"}
 
 
 @dataclass(frozen=True)
-class WrongProduct:
+class WrongProductRule:
     """A rule for a GEMM that does not return the product of its operands, and for a wrong sum of gradients.
 
     This rule needs `verify_rows`.
     """
 
-    def passed_by(self, sample: Sample) -> str | None:
+    def describe_violation(self, sample: Sample) -> str | None:
         """Describe the wrong result with the largest error. Return None if no result is wrong."""
-        columns = sample.table("verification")
+        columns = sample.get_table("verification")
         wrong = [i for i, outcome in enumerate(columns.get("outcome", ())) if outcome == "beyond"]
         if not wrong:
             return None
@@ -154,17 +158,17 @@ class WrongProduct:
         return f"{told} (error {format_number(times)} times its bound)"
 
 
-Rule = Threshold | NonFinite | LossSpike | EarlyWarning | WrongProduct
+Rule = ThresholdRule | NonFiniteRule | LossSpikeRule | EarlyWarningRule | WrongProductRule
 #: rules without parameters, by name
 _NAMED: Mapping[str, Callable[[], Rule]] = {
-    "loss_spike": LossSpike,
-    "nonfinite": NonFinite,
-    "early_warning": EarlyWarning,
-    "wrong_product": WrongProduct,
+    "loss_spike": LossSpikeRule,
+    "nonfinite": NonFiniteRule,
+    "early_warning": EarlyWarningRule,
+    "wrong_product": WrongProductRule,
 }
 
 
-def parse_rule(text: Any) -> Rule:
+def parse_trigger_rule(text: Any) -> Rule:
     """Parse a rule: `loss_spike`, `nonfinite`, `early_warning`, `wrong_product`, or a metric with a limit.
 
     Examples of limits: `underflow_pct > 20` and `sqnr_db/input < 15`.
@@ -177,7 +181,7 @@ def parse_rule(text: Any) -> Rule:
     found = _RULE.fullmatch(text.strip()) if isinstance(text, str) else None
     try:
         if found and found["metric"] in METRICS and found["role"] in (None, *ROLES):
-            return Threshold(found["metric"], found["role"], found["sign"], float(found["limit"]))
+            return ThresholdRule(found["metric"], found["role"], found["sign"], float(found["limit"]))
     except ValueError:
         pass
     raise ConfigError(

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..core.arguments import show_value
+from ..core.arguments import format_value
 from ..core.keys import ROLES
-from ..core.layer_names import compile_patterns
+from ..core.layer_names import compile_layer_patterns
 from ..errors import ConfigError
 from ..numerics.recipe import Recipe, RecipeReference
 
@@ -64,8 +64,8 @@ class Change(RecipeReference):
         if not known or not self.roles:
             raise ConfigError(f"roles of a change are {self.roles!r}; choose from {', '.join(ROLES)}")
         object.__setattr__(self, "roles", tuple(self.roles))
-        compile_patterns([self.layer])
-        _ = self.parsed
+        compile_layer_patterns([self.layer])
+        _ = self.parsed_recipe
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Plan:
             role: `input`, `weight` or `grad_output`.
         """
         for change in reversed(self.changes):
-            if role in change.roles and (change.layer == layer or compile_patterns([change.layer])(layer)):
+            if role in change.roles and (change.layer == layer or compile_layer_patterns([change.layer])(layer)):
                 return change
         return None
 
@@ -104,7 +104,7 @@ class Plan:
             otherwise: the operand's recipe if the plan does not change it.
         """
         change = self.change_of(layer, role)
-        return change.parsed if change else otherwise
+        return change.parsed_recipe if change else otherwise
 
     def text(self) -> str:
         """Return the plan as JSON text, as `save` writes it."""
@@ -176,7 +176,7 @@ TAKEN = "NEMO_FP8_DEBUG_PLAN_TAKEN"
 AnyPlan = Plan | str | os.PathLike[str]
 
 
-def is_rescue() -> bool:
+def is_rescue_run() -> bool:
     """Return whether `rescue` started this process."""
     return bool(os.environ.get(PLAN))
 
@@ -187,7 +187,7 @@ def read_plan_in_force(own: AnyPlan | None = None) -> Plan | None:
     Raises:
         ConfigError: the plan cannot be read.
     """
-    if is_rescue():
+    if is_rescue_run():
         plan = Plan.load(os.environ[PLAN])
         if taken := os.environ.get(TAKEN):
             with contextlib.suppress(OSError):  # the folder may not exist on this host
@@ -203,5 +203,5 @@ def read_plan(plan: AnyPlan | None) -> Plan | None:
         ConfigError: the plan cannot be read, or `plan` is neither a plan nor a path.
     """
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
-        raise ConfigError(f"plan is {show_value(plan)}; it takes the path of a plan, or a Plan")
+        raise ConfigError(f"plan is {format_value(plan)}; it takes the path of a plan, or a Plan")
     return Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan

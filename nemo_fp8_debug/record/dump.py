@@ -30,10 +30,10 @@ from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.histogram import DTYPES
 from ..numerics.metrics import compute_amax, compute_finite_amax
 from ..numerics.tensor_scaling import CurrentScaling, quantize
-from .dump_names import FOLDER, make_tensor_name
+from .dump_names import FOLDER, make_tensor_file_name
 from .dump_names import dumped_files as dumped_files
-from .reader import find_run
-from .storage import Storage
+from .reader import find_record
+from .storage import FolderStorage
 
 #: largest number of bytes that may wait to be written; if a run dumps faster than the disk writes, its hooks wait
 IN_FLIGHT = 4 << 30
@@ -45,7 +45,7 @@ _DTYPES = (*DTYPES, torch.float32)
 
 
 @dataclass(frozen=True)
-class DumpEntry:
+class DumpedTensorInfo:
     """The description of a dumped tensor."""
 
     attempt: int
@@ -60,28 +60,28 @@ class DumpEntry:
     scale_source: str
 
     @property
-    def folder(self) -> str:
+    def step_folder(self) -> str:
         """Return the folder of the step's files."""
         return f"{FOLDER}/attempt-{self.attempt}-step-{self.step:08d}"
 
-    def name(self, checksum: str) -> str:
+    def make_file_name(self, checksum: str) -> str:
         """Return the file's name. If the layer's name is too long, the file's name contains only its beginning. The metadata
         contains the whole name.
         """
-        tensor = make_tensor_name(self.layer, self.role)
-        return f"{self.folder}/rank-{self.rank:05d}.call-{self.call:03d}.{tensor}.{checksum}.safetensors"
+        tensor = make_tensor_file_name(self.layer, self.role)
+        return f"{self.step_folder}/rank-{self.rank:05d}.call-{self.call:03d}.{tensor}.{checksum}.safetensors"
 
     def metadata(self) -> dict[str, str]:
         """Return the description as metadata for safetensors."""
         return {**{key: str(value) for key, value in vars(self).items()}, "format": self.format.name}
 
 
-class TensorDump:
+class TensorDumper:
     """Copies tensors in hooks and writes them in the background."""
 
     def __init__(
         self,
-        storage: Storage,
+        storage: FolderStorage,
         rank: int,
         max_bytes: int,
         min_free_bytes: int,
@@ -101,12 +101,14 @@ class TensorDump:
         self._room = Condition()
         self._in_flight = 0
         self._step, self._left, self._moves = -1, 0.0, True
-        self.taken = storage.size(FOLDER, f"rank-{rank:05d}.")  # bytes written or waiting; two threads change the number
+        self.taken = storage.measure_size(
+            FOLDER, f"rank-{rank:05d}."
+        )  # bytes written or waiting; two threads change the number
         self.tensors = self.bytes = 0  # written since the start
         #: how many tensors were left out, by reason
         self.left_out: dict[str, int] = {}
 
-    def add(self, about: DumpEntry, x: torch.Tensor, scale: torch.Tensor | CurrentScaling) -> None:
+    def dump_tensor(self, about: DumpedTensorInfo, x: torch.Tensor, scale: torch.Tensor | CurrentScaling) -> None:
         """Copy `x` in a hook, and write it in the background.
 
         Args:
@@ -132,7 +134,7 @@ class TensorDump:
             there_is = self._fits(size)
             if not there_is:
                 began = time.monotonic()
-                with self._waits.waiting(DUMPS):
+                with self._waits.measure_wait(DUMPS):
                     there_is = self._room.wait_for(lambda: self._fits(size), self._left)
                 self._left = max(0.0, self._left - (time.monotonic() - began))
             self._in_flight += size if there_is else 0
@@ -143,7 +145,7 @@ class TensorDump:
         return self._in_flight == 0 or self._in_flight + size <= IN_FLIGHT
 
     def _write(
-        self, about: DumpEntry, fetch: Callable[[], torch.Tensor], scale: torch.Tensor | CurrentScaling, size: int
+        self, about: DumpedTensorInfo, fetch: Callable[[], torch.Tensor], scale: torch.Tensor | CurrentScaling, size: int
     ) -> None:
         written = False
         try:
@@ -153,9 +155,9 @@ class TensorDump:
             x = fetch()
             if isinstance(scale, CurrentScaling):
                 amax = compute_amax(x) if about.scale_source == "engine" else compute_finite_amax(x)
-                scale = scale.scale(amax, about.format.max)
+                scale = scale.compute_scale(amax, about.format.max)
             content = _encode(about, x, scale.detach().float().cpu())
-            self._storage.write(about.name(f"{zlib.crc32(content):08x}"), content)
+            self._storage.replace_file(about.make_file_name(f"{zlib.crc32(content):08x}"), content)
             self.tensors += 1
             self.bytes += len(content)
             written = True
@@ -203,7 +205,7 @@ def _copy(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     return fetch
 
 
-def _encode(about: DumpEntry, x: torch.Tensor, scale: torch.Tensor) -> bytes:
+def _encode(about: DumpedTensorInfo, x: torch.Tensor, scale: torch.Tensor) -> bytes:
     codes = torch.empty(x.shape, dtype=about.format.dtype)
     for piece, into in zip(x.reshape(-1).split(_CHUNK), codes.view(-1).split(_CHUNK), strict=True):
         into.copy_(quantize(piece, scale, about.format))
@@ -214,7 +216,7 @@ def _readable(size: int) -> str:
     return f"{format_number(size / (1 << 30))} GiB"
 
 
-def read_dump(run: str | os.PathLike[str], name: str) -> tuple[DumpEntry, dict[str, torch.Tensor]]:
+def read_dump(run: str | os.PathLike[str], name: str) -> tuple[DumpedTensorInfo, dict[str, torch.Tensor]]:
     """Return a dumped tensor after checking its file.
 
     Args:
@@ -243,8 +245,8 @@ def read_dump(run: str | os.PathLike[str], name: str) -> tuple[DumpEntry, dict[s
         >>> about.layer, tensors["codes"].dtype, tensors["codes"].shape
         ('0', torch.float8_e4m3fn, torch.Size([32, 32]))
     """
-    storage = run if isinstance(run, Storage) else find_run(run)
-    content = storage.read(name)
+    storage = run if isinstance(run, FolderStorage) else find_record(run)
+    content = storage.read_file(name)
     if not name.endswith(f".{zlib.crc32(content):08x}.safetensors"):
         raise RecordError("it is damaged or foreign: its name does not end in the checksum of its content")
     try:
@@ -260,9 +262,9 @@ def read_dump(run: str | os.PathLike[str], name: str) -> tuple[DumpEntry, dict[s
     return about, tensors
 
 
-def _about(metadata: dict[str, str]) -> DumpEntry:
+def _about(metadata: dict[str, str]) -> DumpedTensorInfo:
     if metadata["role"] not in ROLES:
         raise ValueError(f"unknown role {metadata['role']!r}")
     numbers: Any = {key: int(metadata[key]) for key in ("attempt", "step", "rank", "call")}
     texts: Any = {key: metadata[key] for key in ("layer", "role", "recipe", "scale_source")}
-    return DumpEntry(**numbers, **texts, format=FORMATS[metadata["format"]])
+    return DumpedTensorInfo(**numbers, **texts, format=FORMATS[metadata["format"]])

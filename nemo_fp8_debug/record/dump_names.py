@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from urllib.parse import quote
 
-from .reader import find_run
-from .storage import Storage
+from .reader import find_record
+from .storage import FolderStorage
 
 FOLDER = "tensors"
 #: largest number of characters of a layer's name in a file name
@@ -17,11 +17,11 @@ _NAME = re.compile(r"rank-(\d{1,9})\.call-(\d{1,9})\..*\.([0-9a-f]{8})\.safetens
 _STEP = re.compile(r"attempt-(\d{1,9})-step-(\d{1,18})")
 
 
-def make_tensor_name(layer: str, role: str) -> str:
+def make_tensor_file_name(layer: str, role: str) -> str:
     """Return the part of a file name that describes the tensor. Cut the layer's name if it is too long.
 
     Example:
-        >>> make_tensor_name("decoder.layers.3.fc2", "input")
+        >>> make_tensor_file_name("decoder.layers.3.fc2", "input")
         'input.decoder.layers.3.fc2'
     """
     return f"{role}.{quote(layer, safe='[]')[:_LONGEST]}"
@@ -53,9 +53,9 @@ def dumped_files(run: str | os.PathLike[str]) -> Iterator[tuple[int, int, int, s
         0 input [8, 32]
         0 weight [32, 32]
     """
-    storage = run if isinstance(run, Storage) else find_run(run)
-    for folder in storage.names(FOLDER):
+    storage = run if isinstance(run, FolderStorage) else find_record(run)
+    for folder in storage.list_names(FOLDER):
         if found := _STEP.fullmatch(folder):
-            for file in storage.names(f"{FOLDER}/{folder}"):
+            for file in storage.list_names(f"{FOLDER}/{folder}"):
                 if name := _NAME.fullmatch(file):
                     yield int(found[1]), int(found[2]), int(name[1]), f"{FOLDER}/{folder}/{file}"

@@ -1,6 +1,6 @@
 """Merge many small parts into few large parts, so that reading all steps does not open thousands of files.
 
-While a run goes on, `Merger` merges every `MERGED` parts into one. It merges every `MERGED` merged parts again, up to
+While a run goes on, `PartMerger` merges every `MERGED` parts into one. It merges every `MERGED` merged parts again, up to
 `LARGEST` bytes. `compact` merges a finished record, and may drop histograms. We write a new part before we remove the parts
 that it replaces, and readers count each step once. So nothing is lost or counted twice if the process is killed in between.
 
@@ -27,16 +27,16 @@ from .parts import (
     EffectiveParts,
     PartDamagedError,
     PartGoneError,
-    count_rows,
-    order_widest_first,
-    parts_in,
-    read_groups,
-    read_size,
-    read_steps,
+    count_table_rows,
+    list_parts_in_folder,
+    order_merged_parts_first,
+    read_part_size,
+    read_part_steps,
+    read_row_groups,
 )
-from .reader import find_run, read_fingerprint, read_status, read_step_scalars, read_table
-from .schema import SCHEMAS, STATUS, TABLES, Part, arrow_schema, parse_attempt
-from .storage import Storage
+from .reader import find_record, read_fingerprint, read_status, read_step_scalars, read_table_rows
+from .schema import SCHEMAS, STATUS, TABLES, Part, make_arrow_schema, parse_attempt_number
+from .storage import FolderStorage
 
 #: number of parts that are merged into one
 MERGED = 64
@@ -53,7 +53,7 @@ _MERGED_TABLES = tuple(table for table in TABLES if table not in SHARED)
 
 
 @dataclass(frozen=True)
-class WrittenPart:
+class WrittenPartInfo:
     """A part, its size in bytes, and the steps whose rows in this part count. None means all steps."""
 
     part: Part
@@ -69,15 +69,15 @@ class _UnreadableError(Exception):
         self.part = part
 
 
-class Merger:
+class PartMerger:
     """Merges the parts of one attempt as they are written, and the parts of earlier attempts once."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: FolderStorage) -> None:
         self._storage = storage
         #: parts that wait to be merged, by table and by how often they were merged already
-        self._waiting: dict[tuple[str, int], list[WrittenPart]] = defaultdict(list)
+        self._waiting: dict[tuple[str, int], list[WrittenPartInfo]] = defaultdict(list)
 
-    def add_written_part(self, table: str, written: WrittenPart, times: int = 0) -> None:
+    def add_written_part(self, table: str, written: WrittenPartInfo, times: int = 0) -> None:
         """Note a part that was written, and merge parts that are due.
 
         Args:
@@ -92,7 +92,7 @@ class Merger:
             if (made := self._merge(table, waiting)) is not None:
                 self.add_written_part(table, made, times + 1)
 
-    def _merge(self, table: str, parts: list[WrittenPart]) -> WrittenPart | None:
+    def _merge(self, table: str, parts: list[WrittenPartInfo]) -> WrittenPartInfo | None:
         """Merge the readable parts. An unreadable part stays as it is, because readers ignore it."""
         while len(parts) > 1:
             try:
@@ -105,11 +105,11 @@ class Merger:
                 pa.default_memory_pool().release_unused()  # a merge takes as much memory as the largest part
         return None
 
-    def tidy_up(self, attempt: int) -> None:
+    def merge_earlier_attempts(self, attempt: int) -> None:
         """Merge small parts of earlier attempts, and remove parts that merged parts replace."""
-        there = self._storage.names()
+        there = self._storage.list_names()
         for table in (table for table in _MERGED_TABLES if table in there):
-            for earlier in {part.attempt for part in parts_in(self._storage, table) if part.attempt < attempt}:
+            for earlier in {part.attempt for part in list_parts_in_folder(self._storage, table) if part.attempt < attempt}:
                 with contextlib.suppress(Exception):  # every driver has its own errors
                     _merge_attempt(self._storage, table, earlier)
 
@@ -118,7 +118,7 @@ class Merger:
 
 
 @dataclass(frozen=True)
-class TableSize:
+class SizeOfTableParts:
     """The size of a table's parts."""
 
     files: int
@@ -127,23 +127,23 @@ class TableSize:
 
 
 @dataclass
-class Compacted:
+class CompactionResult:
     """The result of compacting a record."""
 
-    run: Storage
+    run: FolderStorage
     #: size of each table that has parts
-    before: dict[str, TableSize] = field(default_factory=dict)
-    after: dict[str, TableSize] = field(default_factory=dict)
+    before: dict[str, SizeOfTableParts] = field(default_factory=dict)
+    after: dict[str, SizeOfTableParts] = field(default_factory=dict)
     #: paths of parts that were left unchanged, because they are unreadable or a later release wrote them
     left: list[str] = field(default_factory=list)
 
 
-def compact(
+def compact_record(
     address: str | os.PathLike[str],
     histograms_every: int = 1,
     killed: bool = False,
     over: Callable[[], None] = lambda: None,
-) -> Compacted:
+) -> CompactionResult:
     """Merge the parts of a record into few parts, in place. Keep every row, except histograms that you ask to drop.
 
     Args:
@@ -158,13 +158,13 @@ def compact(
         ConfigError: `histograms_every` is below 1.
 
     Example:
-        >>> done = compact("runs/a", histograms_every=50, killed=True)
+        >>> done = compact_record("runs/a", histograms_every=50, killed=True)
         >>> done.before["histograms"].files, done.after["histograms"].files, done.left
         (3, 1, [])
     """
     if histograms_every < 1:
         raise ConfigError(f"histograms_every is {histograms_every}; it must be a whole number, at least 1")
-    run = find_run(address)
+    run = find_record(address)
     fingerprint = read_fingerprint(run)
     if not killed and "imported" not in fingerprint and not has_ended(run):
         raise RecordError(f"the run at {run} goes on, according to its {STATUS}. If it was killed, pass --killed")
@@ -174,18 +174,18 @@ def compact(
         first_of_each = {step // histograms_every: step for step in sorted(steps, reverse=True)}
         return {*first_of_each.values(), *(named & steps), max(steps)}
 
-    done = Compacted(run, before=_sizes(run))
+    done = CompactionResult(run, before=_sizes(run))
     for table in SCHEMAS:
         if table in done.before:
             is_thinned = table in HISTOGRAMS and histograms_every > 1
-            for attempt in {part.attempt for part in parts_in(run, table)}:
+            for attempt in {part.attempt for part in list_parts_in_folder(run, table)}:
                 done.left += _merge_attempt(run, table, attempt, keep if is_thinned else None)
         over()
     done.after = _sizes(run)
     return done
 
 
-def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str]) -> Storage:
+def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str]) -> FolderStorage:
     """Copy every file of a record, and return the copy. The copy is a valid record only after the last file was copied.
 
     Args:
@@ -196,16 +196,16 @@ def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str])
         ConfigError: the new folder is not empty, or cannot be written.
         RecordError: there is no record, or one of its files cannot be read.
     """
-    run, copied = find_run(address), Storage(output)
-    if copied.names():
+    run, copied = find_record(address), FolderStorage(output)
+    if copied.list_names():
         raise ConfigError(f"{copied} is not empty; name a new folder")
-    for name in sorted(run.files(), key=lambda name: parse_attempt(name) is not None):
+    for name in sorted(run.list_all_files(), key=lambda name: parse_attempt_number(name) is not None):
         try:
-            content = run.read(name)
+            content = run.read_file(name)
         except Exception as error:  # every driver has its own errors
             raise RecordError(f"{run.path(name)} cannot be read: {error}") from None
         try:
-            copied.write(name, content)
+            copied.replace_file(name, content)
         except Exception as error:
             raise ConfigError(
                 f"{copied.path(name)} cannot be written: {getattr(error, 'strerror', None) or error}"
@@ -213,7 +213,7 @@ def copy_record(address: str | os.PathLike[str], output: str | os.PathLike[str])
     return copied
 
 
-def has_ended(run: Storage) -> bool:
+def has_ended(run: FolderStorage) -> bool:
     """Return whether the run has ended according to the record's status file."""
     try:
         return "ended" in read_status(run)
@@ -221,18 +221,18 @@ def has_ended(run: Storage) -> bool:
         return False
 
 
-def _sizes(run: Storage) -> dict[str, TableSize]:
+def _sizes(run: FolderStorage) -> dict[str, SizeOfTableParts]:
     return {
-        table: TableSize(len(names), run.size(table), count_rows(run, table))
+        table: SizeOfTableParts(len(names), run.measure_size(table), count_table_rows(run, table))
         for table in SCHEMAS
-        if (names := run.names(table))
+        if (names := run.list_names(table))
     }
 
 
-def _named_steps(run: Storage) -> set[int]:
+def _named_steps(run: FolderStorage) -> set[int]:
     """Return the steps that a verdict may mention: steps of triggered samples, and of samples with NaN or infinity."""
     triggered = read_step_scalars(run, ["step", "trigger"]).filter(pl.col("trigger").is_not_null())
-    counted = read_table(run, "metrics", ["step", "nan", "inf"])
+    counted = read_table_rows(run, "metrics", ["step", "nan", "inf"])
     nonfinite = counted.filter((pl.col("nan") > 0) | (pl.col("inf") > 0))
     return {*triggered["step"], *nonfinite["step"]}
 
@@ -240,7 +240,9 @@ def _named_steps(run: Storage) -> set[int]:
 # --- the parts of one attempt ---------------------------------------------------------------------------------------------
 
 
-def _merge_attempt(run: Storage, table: str, attempt: int, keep: Callable[[set[int]], set[int]] | None = None) -> list[str]:
+def _merge_attempt(
+    run: FolderStorage, table: str, attempt: int, keep: Callable[[set[int]], set[int]] | None = None
+) -> list[str]:
     """Merge the parts of a table and an attempt. Remove parts that the merged parts replace.
 
     Args:
@@ -254,7 +256,9 @@ def _merge_attempt(run: Storage, table: str, attempt: int, keep: Callable[[set[i
     """
     unreadable = list[str]()
     while True:
-        parts = [part for part in parts_in(run, table) if part.attempt == attempt and part.path not in unreadable]
+        parts = [
+            part for part in list_parts_in_folder(run, table) if part.attempt == attempt and part.path not in unreadable
+        ]
         try:
             _merge_readable(run, table, parts, keep)
             return unreadable
@@ -262,17 +266,21 @@ def _merge_attempt(run: Storage, table: str, attempt: int, keep: Callable[[set[i
             unreadable.append(error.part.path)
 
 
-def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Callable[[set[int]], set[int]] | None) -> None:
+def _merge_readable(
+    run: FolderStorage, table: str, parts: Sequence[Part], keep: Callable[[set[int]], set[int]] | None
+) -> None:
     owners, found = EffectiveParts(table), list[tuple[Part, set[int], set[int]]]()
-    for part in order_widest_first(parts):
+    for part in order_merged_parts_first(parts):
         with _reading(part):
-            steps = read_steps(run, table, part)
-        found.append((part, steps, owners.add(part, steps)))
+            steps = read_part_steps(run, table, part)
+        found.append((part, steps, owners.add_part(part, steps)))
     kept = keep(set(owners.of_step)) if keep and owners.of_step else set(owners.of_step)
-    taken, spare = list[WrittenPart](), list[Part]()
+    taken, spare = list[WrittenPartInfo](), list[Part]()
     for part, steps, new in found:
         if new & kept:
-            taken.append(WrittenPart(part, read_size(run, part), None if steps <= new & kept else frozenset(new & kept)))
+            taken.append(
+                WrittenPartInfo(part, read_part_size(run, part), None if steps <= new & kept else frozenset(new & kept))
+            )
         else:
             spare.append(part)
     if any(new != steps for _, steps, new in found):  # first make sure that kept parts are readable
@@ -284,9 +292,9 @@ def _merge_readable(run: Storage, table: str, parts: Sequence[Part], keep: Calla
     _remove(run, [part for part in spare if part not in made])
 
 
-def _batches(parts: Sequence[WrittenPart]) -> Iterator[list[WrittenPart]]:
+def _batches(parts: Sequence[WrittenPartInfo]) -> Iterator[list[WrittenPartInfo]]:
     """Yield batches of parts to merge, in order of steps. A large part is the only part in its batch."""
-    waiting: list[WrittenPart] = []
+    waiting: list[WrittenPartInfo] = []
     for each in sorted(parts, key=lambda each: (each.part.first, each.part.last)):
         if each.size >= LARGEST // 2:
             yield [each]
@@ -299,11 +307,11 @@ def _batches(parts: Sequence[WrittenPart]) -> Iterator[list[WrittenPart]]:
         yield waiting
 
 
-def _bytes(parts: Sequence[WrittenPart]) -> int:
+def _bytes(parts: Sequence[WrittenPartInfo]) -> int:
     return sum(each.size for each in parts)
 
 
-def _replace(run: Storage, table: str, parts: Sequence[WrittenPart]) -> WrittenPart:
+def _replace(run: FolderStorage, table: str, parts: Sequence[WrittenPartInfo]) -> WrittenPartInfo:
     """Replace several parts of one attempt with one part.
 
     Raises:
@@ -314,22 +322,22 @@ def _replace(run: Storage, table: str, parts: Sequence[WrittenPart]) -> WrittenP
     if table in SHARED:  # two processes may have added the same rows
         rows = iter([_distinct(pa.concat_tables(rows))])
     groups = _split_by_step(rows) if table in _BY_STEP else _join_groups(rows)
-    content, checksum = parquet.encode_all(arrow_schema(table), groups)
+    content, checksum = parquet.encode_parquet_tables(make_arrow_schema(table), groups)
     first, last = min(each.part.first for each in parts), max(each.part.last for each in parts)
-    made = Part.from_steps(table, parts[0].part.attempt, first, last, checksum)
+    made = Part.make_part_name(table, parts[0].part.attempt, first, last, checksum)
     try:
-        run.write(made.path, content)
+        run.replace_file(made.path, content)
     except Exception as error:  # every driver has its own errors
         reason = getattr(error, "strerror", None) or error
         raise RecordError(f"{run.path(made.path)} cannot be written: {reason}; nothing was lost") from None
     _remove(run, [each.part for each in parts if each.part.path != made.path])
-    return WrittenPart(made, len(content))
+    return WrittenPartInfo(made, len(content))
 
 
-def _rows(run: Storage, table: str, written: WrittenPart) -> Iterator[pa.Table]:
+def _rows(run: FolderStorage, table: str, written: WrittenPartInfo) -> Iterator[pa.Table]:
     """Yield the rows that count in a part, one row group at a time."""
     with _reading(written.part):
-        for rows in read_groups(run, table, written.part, whole=True):
+        for rows in read_row_groups(run, table, written.part, whole=True):
             yield rows if written.steps is None else rows.filter(pc.is_in(rows["step"], pa.array(written.steps, pa.int64())))
 
 
@@ -341,10 +349,10 @@ def _reading(part: Part) -> Iterator[None]:
         raise _UnreadableError(part) from None
 
 
-def _remove(run: Storage, parts: Iterable[Part]) -> None:
+def _remove(run: FolderStorage, parts: Iterable[Part]) -> None:
     for part in parts:
         with contextlib.suppress(FileNotFoundError):
-            run.remove(part.path)
+            run.delete_file(part.path)
 
 
 def _distinct(rows: pa.Table) -> pa.Table:

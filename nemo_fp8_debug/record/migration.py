@@ -34,28 +34,28 @@ _FINGERPRINT = {
 _ADDED = {"experts", "ranks", "ranks_missing", "unscaled_amax", "unscaled_amin", "unscaled_mse", "grad_scale"}
 
 
-def list_folders(table: str) -> Sequence[str]:
+def list_table_folders(table: str) -> Sequence[str]:
     """Return the folders that may contain parts of a table, the current folder first.
 
-    >>> list_folders("metrics")
+    >>> list_table_folders("metrics")
     ['metrics', 'figures']
     """
     return [table, *([_FOLDERS[table]] if table in _FOLDERS else [])]
 
 
-def with_earlier_names(columns: Iterable[str]) -> list[str]:
+def add_earlier_column_names(columns: Iterable[str]) -> list[str]:
     """Return names of columns, followed by their earlier names.
 
-    >>> with_earlier_names(["step", "ranks"])
+    >>> add_earlier_column_names(["step", "ranks"])
     ['step', 'ranks', 'shards']
     """
     return [name for new in columns for name in (new, *([_EARLIER[new]] if new in _EARLIER else []))]
 
 
-def list_renamed_values(column: str) -> list[tuple[str, str]]:
+def list_renamed_column_values(column: str) -> list[tuple[str, str]]:
     """Return pairs of an earlier and a current value of a column.
 
-    >>> list_renamed_values("scale_source")
+    >>> list_renamed_column_values("scale_source")
     [('not quantised', 'not quantized')]
     """
     return [_VALUES[column]] if column in _VALUES else []
@@ -72,7 +72,7 @@ def migrate_rows(rows: pa.Table) -> pa.Table:
     return rows
 
 
-def complete_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+def add_missing_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return rows with the columns of `schema`, in its order.
 
     Columns that did not exist when the rows were written become null. Other missing columns stay missing.

@@ -33,7 +33,7 @@ _LONGEST, _DIGEST = 1 << 24, 32
 Value = int | str | None
 
 
-class Stretch(NamedTuple):
+class RowsOfStep(NamedTuple):
     """Consecutive rows of a part that belong to one step."""
 
     step: int
@@ -43,10 +43,10 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outline:
+class PartOutline:
     """The description of a part's rows in its footer."""
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[RowsOfStep, ...]
     #: for each text column with few different values: these values, in the order of their first rows
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     #: the value of each column that has the same value in all rows: an integer, a short string or null
@@ -57,7 +57,7 @@ class Outline:
     def locate_row(self, row: int) -> tuple[int, int]:
         """Return the index of the stretch that contains a row of the part, and the row's index in the stretch.
 
-        >>> Outline((Stretch(0, 3, ""), Stretch(5, 3, ""))).locate_row(4)
+        >>> PartOutline((RowsOfStep(0, 3, ""), RowsOfStep(5, 3, ""))).locate_row(4)
         (1, 1)
         """
         stretch = int(np.searchsorted(self._ends, row, side="right"))
@@ -73,7 +73,7 @@ class Outline:
         return np.cumsum([stretch.rows for stretch in self.stretches])
 
 
-def make_outline(table: pa.Table) -> Outline:
+def make_outline(table: pa.Table) -> PartOutline:
     """Return the outline of a table.
 
     Example:
@@ -85,12 +85,12 @@ def make_outline(table: pa.Table) -> Outline:
     values = {name: pc.unique(table[name]).to_pylist() for name in names}
     few = {name: of_name for name, of_name in values.items() if len(of_name) <= _FEW and all(map(_is_short, of_name))}
     same = {name: of_name[0] for name, of_name in few.items() if len(of_name) == 1}
-    of_steps = tuple(list_stretches(table))
+    of_steps = tuple(list_rows_by_step(table))
     patterns = {name: _patterns(table[name], of_steps) for name in few if name not in _KEYS}
-    return Outline(of_steps, few, same | _same_numbers(table), patterns)
+    return PartOutline(of_steps, few, same | _same_numbers(table), patterns)
 
 
-def _patterns(column: pa.ChunkedArray, of_steps: Sequence[Stretch]) -> list[str]:
+def _patterns(column: pa.ChunkedArray, of_steps: Sequence[RowsOfStep]) -> list[str]:
     """Return a digest of each stretch's values, in order."""
     ends = itertools.accumulate((stretch.rows for stretch in of_steps), initial=0)
     return [_pattern(column.slice(first, stretch.rows)) for first, stretch in zip(ends, of_steps, strict=False)]
@@ -124,12 +124,12 @@ def _same_numbers(table: pa.Table) -> dict[str, Value]:
     return found
 
 
-def list_stretches(table: pa.Table) -> list[Stretch]:
+def list_rows_by_step(table: pa.Table) -> list[RowsOfStep]:
     """Return the stretches of a table, or none if the table has no operands.
 
     Example:
         >>> table = pa.table({"step": [0, 0, 5, 5], "layer": ["a", "b"] * 2, "role": ["input"] * 4})
-        >>> first, second = list_stretches(table)
+        >>> first, second = list_rows_by_step(table)
         >>> (first.step, first.rows, second.step), first.digest == second.digest
         ((0, 2, 5), True)
     """
@@ -140,7 +140,7 @@ def list_stretches(table: pa.Table) -> list[Stretch]:
     ends = [0, *((steps[1:] != steps[:-1]).nonzero()[0] + 1).tolist(), len(steps)]
     names = [table[name].combine_chunks() for name in _KEYS[1:]]
     spans = itertools.pairwise(ends)
-    return [Stretch(int(steps[a]), b - a, _digest([each.slice(a, b - a) for each in names])) for a, b in spans]
+    return [RowsOfStep(int(steps[a]), b - a, _digest([each.slice(a, b - a) for each in names])) for a, b in spans]
 
 
 def _digest(names: list[pa.StringArray]) -> str:
@@ -154,7 +154,7 @@ def _digest(names: list[pa.StringArray]) -> str:
     return digest.hexdigest()
 
 
-def format_outline(outlines: Sequence[Outline]) -> str:
+def format_outline(outlines: Sequence[PartOutline]) -> str:
     """Return the outlines of consecutive tables as one string for a footer."""
     all_of_them = [stretch for outline in outlines for stretch in outline.stretches]
     columns = set.intersection(*(set(outline.texts) for outline in outlines)) if outlines else ()
@@ -172,13 +172,13 @@ def format_outline(outlines: Sequence[Outline]) -> str:
     return json.dumps(told, separators=(",", ":"))
 
 
-def parse_outline(text: bytes | None) -> Outline | None:
+def parse_outline(text: bytes | None) -> PartOutline | None:
     """Parse a footer's string. Return None if the string is not an outline."""
     if text is None or len(text) > _LONGEST:
         return None
     try:
         content = json.loads(text)
-        found = tuple(Stretch(step, rows, digest) for step, rows, digest in content["stretches"])
+        found = tuple(RowsOfStep(step, rows, digest) for step, rows, digest in content["stretches"])
         texts = {str(name): list(values) for name, values in content["texts"].items()}
         same = {str(name): value for name, value in content.get("same", {}).items()}
         patterns = {str(name): list(of_name) for name, of_name in content.get("patterns", {}).items()}
@@ -187,10 +187,10 @@ def parse_outline(text: bytes | None) -> Outline | None:
     known = all(text is None or isinstance(text, str) for values in texts.values() for text in values)
     known &= all(value is None or type(value) in (int, str) for value in same.values())
     known &= all(len(of_name) == len(found) and all(map(_is_digest, of_name)) for of_name in patterns.values())
-    return Outline(found, texts, same, patterns) if known and found and all(map(_is_sound, found)) else None
+    return PartOutline(found, texts, same, patterns) if known and found and all(map(_is_sound, found)) else None
 
 
-def _is_sound(stretch: Stretch) -> bool:
+def _is_sound(stretch: RowsOfStep) -> bool:
     step, rows, digest = stretch
     numbers = type(step) is int and type(rows) is int and 0 <= step < 1 << 63 and 0 < rows < 1 << 63
     return numbers and _is_digest(digest)

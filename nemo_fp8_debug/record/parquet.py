@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .outline import OUTLINE, Outline, format_outline, make_outline, parse_outline
+from .outline import OUTLINE, PartOutline, format_outline, make_outline, parse_outline
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,13 +31,13 @@ _KEYS = {size: f"crc32_of_{size >> 10}_KiB_blocks".encode() for size in (BLOCK, 
 _TAIL = 8  # length of the footer and magic number
 
 
-def encode(table: pa.Table) -> tuple[bytes, str]:
+def encode_parquet(table: pa.Table) -> tuple[bytes, str]:
     """Encode a table as a file. Return the file's bytes, and the checksum for the end of its name."""
-    return encode_all(table.schema, [table])
+    return encode_parquet_tables(table.schema, [table])
 
 
-def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, str]:
-    """Encode consecutive tables into one file, like `encode`. Keep only one table in memory at a time.
+def encode_parquet_tables(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, str]:
+    """Encode consecutive tables into one file, like `encode_parquet`. Keep only one table in memory at a time.
 
     Each table has its own row groups, so that `read` and `read_few_rows` decode few other rows.
     The footer contains an outline of the tables. With the outline, readers find each operand without reading names.
@@ -54,7 +54,7 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
         column_encoding=dict.fromkeys(lists, "DELTA_BINARY_PACKED"),
         write_statistics=["attempt", "step"],
     )
-    outlines = list[Outline]()
+    outlines = list[PartOutline]()
     for table in tables:
         writer.write_table(table, row_group_size=max(1, len(table)) if lists else GROUP)
         outlines.append(make_outline(table))
@@ -66,7 +66,7 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
     return content, f"{zlib.crc32(content[len(data) :]):08x}"
 
 
-class PartFile:
+class OpenPartFile:
     """An open part. To read some of its rows, we read and check only the blocks that contain these rows."""
 
     def __init__(self, file: Any, checksum: str, texts: Sequence[str] = ()) -> None:
@@ -94,7 +94,7 @@ class PartFile:
         self.count = int(self._ends[-1])
 
     @property
-    def outline(self) -> Outline | None:
+    def outline(self) -> PartOutline | None:
         """Return the outline in the footer. Return None if there is no outline, or it does not match the rows."""
         found = parse_outline((self._metadata.metadata or {}).get(OUTLINE))
         return found if found is not None and sum(each.rows for each in found.stretches) == self.count else None
@@ -104,7 +104,7 @@ class PartFile:
         spans = itertools.pairwise(self._ends.tolist())
         return [span for group, span in enumerate(spans) if _may_have(self._metadata.row_group(group), step)]
 
-    def read(
+    def read_wanted_row_groups(
         self, columns: Sequence[str] | None = None, wanted: Sequence[tuple[int, int]] | None = None
     ) -> tuple[pa.Table, Callable[[Ints], Ints]]:
         """Read the row groups that contain wanted rows.
@@ -133,7 +133,7 @@ class PartFile:
         names = None if columns is None else list(columns)
         return self._part.read_row_groups(groups.tolist(), columns=names, use_threads=False), at
 
-    def groups(self) -> Iterator[pa.Table]:
+    def read_row_groups(self) -> Iterator[pa.Table]:
         """Yield all columns, one row group at a time.
 
         Raises:

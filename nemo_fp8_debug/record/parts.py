@@ -27,9 +27,9 @@ import pyarrow.compute as pc
 
 from ..errors import warn
 from . import migration, parquet
-from .outline import Outline, list_stretches
-from .schema import SCHEMAS, TABLES, Part, arrow_schema, list_text_columns
-from .storage import Storage
+from .outline import PartOutline, list_rows_by_step
+from .schema import SCHEMAS, TABLES, Part, list_text_columns, make_arrow_schema
+from .storage import FolderStorage
 
 #: columns that identify a row
 _NAMES = ("attempt", "step", "layer", "role", "product", "what", "name")
@@ -123,16 +123,16 @@ class PartDamagedError(Exception):
     """The part cannot be read. The message gives the reason in one line."""
 
 
-def parts_in(run: Storage, folder: str) -> list[Part]:
+def list_parts_in_folder(run: FolderStorage, folder: str) -> list[Part]:
     """Return the parts in a folder of a record, by file name."""
-    return [part for name in run.names(folder) if (part := Part.parse_part_name(folder, name))]
+    return [part for name in run.list_names(folder) if (part := Part.parse_part_name(folder, name))]
 
 
-def list_parts(run: Storage, table: str) -> list[Part]:
+def list_parts_of_table(run: FolderStorage, table: str) -> list[Part]:
     """Return the parts of a table, merged parts first. Warn about files that are not named like parts."""
     parts = []
-    for folder in migration.list_folders(table):
-        for name in run.names(folder):
+    for folder in migration.list_table_folders(table):
+        for name in run.list_names(folder):
             if part := Part.parse_part_name(folder, name):
                 parts.append(part)
             elif not name.endswith(".part"):  # a process was killed while it wrote this file
@@ -140,17 +140,17 @@ def list_parts(run: Storage, table: str) -> list[Part]:
     return sorted(parts, key=lambda part: not part.merged)
 
 
-def order_widest_first(parts: Iterable[Part]) -> list[Part]:
+def order_merged_parts_first(parts: Iterable[Part]) -> list[Part]:
     """Order parts so that a merged part comes before the parts that it replaces."""
     return sorted(parts, key=lambda part: (not part.merged, part.first - part.last))
 
 
-def order_newest_first(parts: Iterable[Part]) -> list[Part]:
+def order_newest_parts_first(parts: Iterable[Part]) -> list[Part]:
     """Sort parts by attempt, then by steps, latest first. A merged part precedes a single part of the same steps."""
     return sorted(parts, key=lambda part: (part.attempt, part.last, part.merged), reverse=True)
 
 
-def is_candidate_part(table: str, part: Part, step: int) -> bool:
+def may_contain_step(table: str, part: Part, step: int) -> bool:
     """Return whether a part may contain rows of a step, judging by its name. In tables without layers, any part may contain
     them.
     """
@@ -164,7 +164,7 @@ class EffectiveParts:
         >>> names = [f"attempt-0-{steps}-00000000.parquet" for steps in ("step-5", "steps-0-9")]
         >>> single, merged = (Part.parse_part_name("metrics", name) for name in names)
         >>> owners = EffectiveParts("metrics")
-        >>> owners.add(merged, {0, 5, 9}) == {0, 5, 9}, owners.is_redundant(single), owners.add(single, {5})
+        >>> owners.add_part(merged, {0, 5, 9}) == {0, 5, 9}, owners.is_redundant(single), owners.add_part(single, {5})
         (True, True, set())
     """
 
@@ -179,7 +179,7 @@ class EffectiveParts:
         """Return True if a part is not merged, and another part of its attempt already has its step."""
         return not self._is_shared and not part.merged and part.first in self._steps[part.attempt]
 
-    def add(self, part: Part, steps: Collection[int]) -> set[int]:
+    def add_part(self, part: Part, steps: Collection[int]) -> set[int]:
         """Add a part. Return the steps that no earlier part of the same attempt has."""
         known = self._steps[part.attempt]
         new = set(steps) if self._is_shared else set(steps) - known
@@ -189,13 +189,13 @@ class EffectiveParts:
                 self.of_step[step] = part
         return new
 
-    def is_latest(self, part: Part, step: int) -> bool:
+    def is_latest_part_of_step(self, part: Part, step: int) -> bool:
         """Return whether the part belongs to the latest attempt that contains the step."""
         return self.of_step[step].attempt <= part.attempt
 
 
 def read_effective_parts(
-    run: Storage,
+    run: FolderStorage,
     table: str,
     read: Callable[[Part], T],
     use: Callable[[Part, T], None],
@@ -223,7 +223,7 @@ def read_effective_parts(
             return error
 
     damaged, listed = dict[str, str](), set[Part]()
-    new = list_parts(run, table) if parts is None else list(parts)
+    new = list_parts_of_table(run, table) if parts is None else list(parts)
     while new:
         listed.update(new)
         is_any_gone = False
@@ -238,11 +238,11 @@ def read_effective_parts(
                     is_any_gone = True
                 except PartDamagedError as error:
                     damaged[part.path] = str(error)
-        new = [part for part in list_parts(run, table) if part not in listed] if is_any_gone else []
+        new = [part for part in list_parts_of_table(run, table) if part not in listed] if is_any_gone else []
     return damaged
 
 
-def warn_of_damage(run: Storage, table: str, damaged: Mapping[str, str]) -> None:
+def warn_of_damaged_parts(run: FolderStorage, table: str, damaged: Mapping[str, str]) -> None:
     """Warn once for all damaged parts, because a bad disk can damage very many.
 
     Args:
@@ -254,13 +254,15 @@ def warn_of_damage(run: Storage, table: str, damaged: Mapping[str, str]) -> None
         warn(f"{run.path(name)} is left out, because it cannot be read as a part of {table}: {why}{more}")
 
 
-def describe_error(error: Exception) -> str:
+def format_error_in_one_line(error: Exception) -> str:
     """Describe in one line why something cannot be read."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 @contextlib.contextmanager
-def open_part(run: Storage, part: Part, texts: Sequence[str] = (), whole: bool = False) -> Iterator[parquet.PartFile]:
+def open_part(
+    run: FolderStorage, part: Part, texts: Sequence[str] = (), whole: bool = False
+) -> Iterator[parquet.OpenPartFile]:
     """Open a part.
 
     Args:
@@ -272,17 +274,17 @@ def open_part(run: Storage, part: Part, texts: Sequence[str] = (), whole: bool =
         PartDamagedError: the part is damaged or foreign.
     """
     try:
-        with (run.open_small if whole else run.open)(part.path) as file:
-            yield parquet.PartFile(file, part.checksum, texts)
+        with (run.open_file_in_one_request if whole else run.open)(part.path) as file:
+            yield parquet.OpenPartFile(file, part.checksum, texts)
     except PartDamagedError:
         raise
     except FileNotFoundError:
         raise PartGoneError(part.path) from None
     except Exception as error:  # parquet and every driver have their own errors
-        raise PartDamagedError(describe_error(error)) from None
+        raise PartDamagedError(format_error_in_one_line(error)) from None
 
 
-def read_outline(run: Storage, table: str, part: Part) -> Outline:
+def read_part_outline(run: FolderStorage, table: str, part: Part) -> PartOutline:
     """Read the description of a part's rows from the part's footer (the outline). If an earlier release wrote the part
     without an outline, make an outline from steps and names.
 
@@ -295,10 +297,10 @@ def read_outline(run: Storage, table: str, part: Part) -> Outline:
                 raise PartDamagedError(_OTHER_ATTEMPT)
             return outline
         count = rows.count
-    return Outline(tuple(list_stretches(read_names(run, table, part, [(0, count)])[0])))
+    return PartOutline(tuple(list_rows_by_step(read_row_keys(run, table, part, [(0, count)])[0])))
 
 
-def read_names(run: Storage, table: str, part: Part, spans: Sequence[tuple[int, int]]) -> list[pa.Table]:
+def read_row_keys(run: FolderStorage, table: str, part: Part, spans: Sequence[tuple[int, int]]) -> list[pa.Table]:
     """Read step, layer and role of the rows of each span, as numbers and plain strings.
 
     Args:
@@ -312,22 +314,22 @@ def read_names(run: Storage, table: str, part: Part, spans: Sequence[tuple[int, 
     return [rows.cast(schema) for rows in found]
 
 
-def read_steps(run: Storage, table: str, part: Part) -> set[int]:
+def read_part_steps(run: FolderStorage, table: str, part: Part) -> set[int]:
     """Read the steps of a part.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
     """
-    return list_steps(read_columns(run, table, part, ("attempt", "step"))[0])
+    return list_steps_of_rows(read_part_columns(run, table, part, ("attempt", "step"))[0])
 
 
-def list_steps(rows: pa.Table) -> set[int]:
+def list_steps_of_rows(rows: pa.Table) -> set[int]:
     """Return the steps of some rows."""
     return set(pc.unique(rows["step"]).to_pylist()) if len(rows) else set()
 
 
-def read_columns(
-    run: Storage,
+def read_part_columns(
+    run: FolderStorage,
     table: str,
     part: Part,
     columns: Iterable[str],
@@ -348,14 +350,14 @@ def read_columns(
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
     """
-    schema = arrow_schema(table, columns)
+    schema = make_arrow_schema(table, columns)
     with open_part(run, part, list_text_columns(schema)) as rows:
         spans = rows.find_row_groups(step) if step is not None else spans
-        found, at = rows.read(migration.with_earlier_names(schema.names), spans)
-        return _checked(migration.complete_columns(found, schema), schema, part), at
+        found, at = rows.read_wanted_row_groups(migration.add_earlier_column_names(schema.names), spans)
+        return _checked(migration.add_missing_columns(found, schema), schema, part), at
 
 
-def read_rows(run: Storage, table: str, part: Part, columns: Iterable[str], places: Sequence[int]) -> pa.Table:
+def read_part_rows(run: FolderStorage, table: str, part: Part, columns: Iterable[str], places: Sequence[int]) -> pa.Table:
     """Read columns of a few rows of a part, in ascending order. Decode only the row groups that contain these rows.
 
     Raises:
@@ -367,15 +369,15 @@ def read_rows(run: Storage, table: str, part: Part, columns: Iterable[str], plac
 
 
 def _read_spans(
-    run: Storage, table: str, part: Part, columns: Iterable[str], spans: Sequence[tuple[int, int]]
+    run: FolderStorage, table: str, part: Part, columns: Iterable[str], spans: Sequence[tuple[int, int]]
 ) -> list[pa.Table]:
     """Read columns of the rows of each span. Use slices, because `take` would import pandas."""
-    found, at = read_columns(run, table, part, columns, spans)
+    found, at = read_part_columns(run, table, part, columns, spans)
     begins = at(np.array([first for first, _ in spans])).tolist()
     return [found.slice(begin, end - first) for begin, (first, end) in zip(begins, spans, strict=True)]
 
 
-def read_whole_rows(run: Storage, table: str, part: Part, places: Sequence[int], at_once: int) -> list[dict[str, Any]]:
+def read_whole_rows(run: FolderStorage, table: str, part: Part, places: Sequence[int], at_once: int) -> list[dict[str, Any]]:
     """Read all columns of a few rows of a part, in ascending order. Decode a limited number of rows at a time.
 
     Raises:
@@ -383,12 +385,12 @@ def read_whole_rows(run: Storage, table: str, part: Part, places: Sequence[int],
     """
     names = list(SCHEMAS[table])
     with open_part(run, part) as rows:
-        found = migration.migrate_rows(rows.read_few_rows(migration.with_earlier_names(names), places, at_once))
-        check_values(found)
+        found = migration.migrate_rows(rows.read_few_rows(migration.add_earlier_column_names(names), places, at_once))
+        reject_impossible_values(found)
     return [{name: row.get(name) for name in names} for row in found.to_pylist()]
 
 
-def read_groups(run: Storage, table: str, part: Part, whole: bool = False) -> Iterator[pa.Table]:
+def read_row_groups(run: FolderStorage, table: str, part: Part, whole: bool = False) -> Iterator[pa.Table]:
     """Yield all columns of a part in the current schema, one row group at a time.
 
     Args:
@@ -398,25 +400,25 @@ def read_groups(run: Storage, table: str, part: Part, whole: bool = False) -> It
         PartGoneError: as for `open_part`.
         PartDamagedError: as for `open_part`, and if a later release wrote the part.
     """
-    schema = arrow_schema(table)
+    schema = make_arrow_schema(table)
     with open_part(run, part, whole=whole) as rows:
-        for group in rows.groups():
-            if set(group.column_names) - set(migration.with_earlier_names(schema.names)):
+        for group in rows.read_row_groups():
+            if set(group.column_names) - set(migration.add_earlier_column_names(schema.names)):
                 raise PartDamagedError("it has columns from a later release")
-            yield _checked(migration.complete_columns(group, schema), schema, part).cast(schema)
+            yield _checked(migration.add_missing_columns(group, schema), schema, part).cast(schema)
 
 
-def read_size(run: Storage, part: Part) -> int:
+def read_part_size(run: FolderStorage, part: Part) -> int:
     """Return the size of a part in bytes, or 0 if it cannot be read."""
     with contextlib.suppress(Exception), run.open(part.path) as file:  # every driver has its own errors
         return int(file.seek(0, io.SEEK_END))
     return 0
 
 
-def count_rows(run: str | os.PathLike[str], table: str, enough: float = math.inf) -> int:
+def count_table_rows(run: str | os.PathLike[str], table: str, enough: float = math.inf) -> int:
     """Count the rows in a table's parts. Read only footers, and stop counting at `enough` rows."""
-    run, rows = Storage(run), 0
-    for part in list_parts(run, table):
+    run, rows = FolderStorage(run), 0
+    for part in list_parts_of_table(run, table):
         if rows >= enough:
             break
         with contextlib.suppress(PartGoneError, PartDamagedError), open_part(run, part) as opened:
@@ -431,13 +433,13 @@ def _checked(rows: pa.Table, schema: pa.Schema, part: Part) -> pa.Table:
     kinds = [column.type for column in rows.schema]
     if [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in kinds] != schema.types:
         raise PartDamagedError("its columns do not match this table")
-    check_values(rows)
+    reject_impossible_values(rows)
     if "attempt" in rows.column_names and pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
         raise PartDamagedError(_OTHER_ATTEMPT)
     return rows
 
 
-def check_values(rows: pa.Table) -> None:
+def reject_impossible_values(rows: pa.Table) -> None:
     """Reject rows with values that no run can write.
 
     Raises:

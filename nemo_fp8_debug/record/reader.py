@@ -16,30 +16,34 @@ from . import migration
 from .parts import (
     SHARED,
     EffectiveParts,
-    is_candidate_part,
-    list_parts,
-    list_steps,
-    read_columns,
+    list_parts_of_table,
+    list_steps_of_rows,
+    may_contain_step,
     read_effective_parts,
-    warn_of_damage,
+    read_part_columns,
+    warn_of_damaged_parts,
 )
-from .schema import SCHEMAS, SECTIONS, STATUS, Part, arrow_schema, parse_attempt
-from .storage import Storage, find_link_out
+from .schema import SCHEMAS, SECTIONS, STATUS, Part, make_arrow_schema, parse_attempt_number
+from .storage import FolderStorage, find_link_out_of_folder
 
 Address = str | os.PathLike[str]
 
 _FINGERPRINTS = "attempt-*.json"
 
 
-def find_run(address: Address) -> Storage:
+def find_record(address: Address) -> FolderStorage:
     """Return the record at `address` (a path or any fsspec address), or the only record in a folder below it.
 
     Raises:
         RecordError: `address` contains no record or several.
     """
     try:
-        root = Storage(address)
-        folders = [root] if root.has(_FINGERPRINTS) and _attempts(root) else root.folders_with(_FINGERPRINTS)
+        root = FolderStorage(address)
+        folders = (
+            [root]
+            if root.has_matching_file(_FINGERPRINTS) and _attempts(root)
+            else root.find_folders_with_file(_FINGERPRINTS)
+        )
         found = [p for p in folders if _attempts(p)]
     except ConfigError as error:
         raise RecordError(str(error)) from None
@@ -53,14 +57,16 @@ def find_run(address: Address) -> Storage:
     return found[0]
 
 
-def _links_in(root: Storage) -> str:
+def _links_in(root: FolderStorage) -> str:
     """Return a hint that links to folders were not followed, or an empty string if there are no links."""
-    names = [name for name, kind in root.entries() if kind == "link"] if root.is_local and os.path.isdir(str(root)) else []
+    names = (
+        [name for name, kind in root.list_entries() if kind == "link"] if root.is_local and os.path.isdir(str(root)) else []
+    )
     folders = [root.path(name) for name in sorted(names) if os.path.isdir(root.path(name))]
     return f". Links in it are not followed: name {folders[0]} itself" if folders else ""
 
 
-def _refuse_links(root: Storage, run: Storage) -> None:
+def _refuse_links(root: FolderStorage, run: FolderStorage) -> None:
     """Refuse a record if a link in it leads out of the folder that the user named. The FP8 tab has the same rule.
 
     Raises:
@@ -68,9 +74,9 @@ def _refuse_links(root: Storage, run: Storage) -> None:
     """
     if not root.is_local:
         return
-    named = Storage(os.path.realpath(root.path("")))
+    named = FolderStorage(os.path.realpath(root.path("")))
     try:
-        bad = find_link_out(named, run.path("").removeprefix(root.path("")).strip("/"))
+        bad = find_link_out_of_folder(named, run.path("").removeprefix(root.path("")).strip("/"))
     except OSError as error:
         raise RecordError(f"{run} cannot be read: {error}") from None
     if bad:
@@ -83,12 +89,12 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
     Raises:
         RecordError: the record was written by a release with another schema.
     """
-    run = Storage(run)
+    run = FolderStorage(run)
     for attempt in sorted(_attempts(run), reverse=True):
         name = f"attempt-{attempt}.json"
         try:
-            run.refuse_endless_file(name)
-            content = json.loads(run.read(name))
+            run.refuse_pipes_and_devices(name)
+            content = json.loads(run.read_file(name))
             if not isinstance(content, dict):
                 raise ValueError("a JSON object is expected")
         except (OSError, ValueError, RecursionError) as error:
@@ -106,15 +112,15 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
     return {}
 
 
-def read_status(run: Storage) -> dict[str, Any]:
+def read_status(run: FolderStorage) -> dict[str, Any]:
     """Return the content of the run's status file.
 
     Raises:
         RecordError: there is no status file, or it cannot be read.
     """
     try:
-        run.refuse_endless_file(STATUS)
-        content = json.loads(run.read(STATUS))
+        run.refuse_pipes_and_devices(STATUS)
+        content = json.loads(run.read_file(STATUS))
     except FileNotFoundError:
         raise RecordError(f"{run} has no {STATUS}: the run has not sampled yet") from None
     except Exception as error:  # damaged files and every driver have their own errors
@@ -162,12 +168,12 @@ def read_record(
         raise ConfigError(f"table is {table!r}; choose from {', '.join(SCHEMAS)}")
     if unknown := sorted({*(columns or ()), *(where or ())} - set(SCHEMAS[table])):
         raise ConfigError(f"the table {table} has no column {unknown[0]}; it has {', '.join(SCHEMAS[table])}")
-    found = find_run(run)
+    found = find_record(run)
     read_fingerprint(found)
-    return read_table(found, table, columns, where, steps)
+    return read_table_rows(found, table, columns, where, steps)
 
 
-def read_table(
+def read_table_rows(
     run: Address,
     table: str,
     columns: Sequence[str] | None = None,
@@ -184,15 +190,15 @@ def read_table(
         where: values that columns must have, such as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.
         steps: numbers of the steps to read, or None for all. Rows of other steps stay in memory for one part at a time only.
     """
-    wanted, where, run = list(columns or SCHEMAS[table]), dict(where or {}), Storage(run)
+    wanted, where, run = list(columns or SCHEMAS[table]), dict(where or {}), FolderStorage(run)
     keys = {"attempt", "step", *(("layer", "role", "recipe", "rounded") if table in SHARED else ())}
-    schema = arrow_schema(table, {*wanted, *where, *keys})
+    schema = make_arrow_schema(table, {*wanted, *where, *keys})
     only = None if steps is None else pa.array(sorted(steps), pa.int64())
     step = where.get("step")
 
     def read(part: Part) -> tuple[set[int], pa.Table]:
-        rows = read_columns(run, table, part, schema.names, step=step)[0]
-        samples = list_steps(rows)
+        rows = read_part_columns(run, table, part, schema.names, step=step)[0]
+        samples = list_steps_of_rows(rows)
         rows = rows if only is None else rows.filter(pc.is_in(rows["step"], only))
         return samples, _matching(rows, where)
 
@@ -200,13 +206,13 @@ def read_table(
 
     def use(part: Part, read: tuple[set[int], pa.Table]) -> None:
         samples, rows = read
-        new = owners.add(part, samples)
+        new = owners.add_part(part, samples)
         found.append((part, new, _without(rows, samples - new)))
 
-    listed = list_parts(run, table)
-    parts = listed if step is None else [part for part in listed if is_candidate_part(table, part, step)]
-    warn_of_damage(run, table, read_effective_parts(run, table, read, use, owners, parts))
-    latest = [_without(rows, {s for s in new if not owners.is_latest(part, s)}) for part, new, rows in found]
+    listed = list_parts_of_table(run, table)
+    parts = listed if step is None else [part for part in listed if may_contain_step(table, part, step)]
+    warn_of_damaged_parts(run, table, read_effective_parts(run, table, read, use, owners, parts))
+    latest = [_without(rows, {s for s in new if not owners.is_latest_part_of_step(part, s)}) for part, new, rows in found]
     none = pa.Table.from_batches([], schema)  # schema.empty_table() would import pandas, which takes half a second
     frame = pl.concat([_frame(none), *map(_frame, latest)])
     if not frame["step"].is_sorted():
@@ -223,7 +229,7 @@ def read_step_scalars(run: Address, columns: Sequence[str] | None = None) -> pl.
     Args:
         columns: names of the columns to read, or None for all.
     """
-    return read_table(run, "steps", columns)
+    return read_table_rows(run, "steps", columns)
 
 
 def _frame(rows: pa.Table) -> pl.DataFrame:
@@ -241,5 +247,5 @@ def _without(rows: pa.Table, steps: Collection[int]) -> pa.Table:
     return rows.filter(pc.invert(pc.is_in(rows["step"], pa.array(steps, pa.int64())))) if steps else rows
 
 
-def _attempts(run: Storage) -> list[int]:
-    return [a for name in run.names() if (a := parse_attempt(name)) is not None]
+def _attempts(run: FolderStorage) -> list[int]:
+    return [a for name in run.list_names() if (a := parse_attempt_number(name)) is not None]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.keys import ROLES, SHOWN_AS
-from ..core.layer_names import aggregate_key, is_aggregate, limit_experts, name_aggregate
+from ..core.layer_names import find_aggregate_key, find_expert_aggregate, is_expert_aggregate, limit_experts_per_layer
 from ..core.sample import Recorder, Sample
-from ..core.scale_sources import classify_sources, mark_unquantized
-from ..core.table import Columns, load_modules
+from ..core.scale_sources import classify_run_quantization, make_unquantized_note
+from ..core.table import Columns, load_feature_modules
 from ..numerics.limits import MADE_UP
 from ..numerics.metric_names import METRICS, WORSE
 from ..options.trigger_rules import score_early_warning
@@ -38,7 +38,7 @@ SPREAD: dict[str, Callable[[list[float]], float]] = {"smallest": min, "median": 
 _OF_UNCAST = ("amax", "underflow_pct", "relative_error")
 
 
-def make_tag(metric: str) -> str:
+def make_metric_tag(metric: str) -> str:
     """Return the name of a metric in tags."""
     return ON_LOG_AXES[metric][0] if metric in ON_LOG_AXES else metric
 
@@ -65,8 +65,10 @@ class TagBudget:
         quota = self._free
         if tensors * len(STREAMED) > self._max_tags:
             quota = min(quota, self._max_tags // (len(STREAMED) * len(ROLES)) - len(admitted))
-        few = limit_experts(dict.fromkeys((*admitted, *worst_first)), name_aggregate, EXPERTS_SHOWN)
-        new = sorted((layer for layer in few if layer not in admitted), key=lambda layer: name_aggregate(layer) is not None)
+        few = limit_experts_per_layer(dict.fromkeys((*admitted, *worst_first)), find_expert_aggregate, EXPERTS_SHOWN)
+        new = sorted(
+            (layer for layer in few if layer not in admitted), key=lambda layer: find_expert_aggregate(layer) is not None
+        )
         new = new[: max(0, quota)]
         self._free -= len(new)
         admitted.update(new)
@@ -85,17 +87,17 @@ class ScalarRecorder(Recorder):
 
     def record(self, sample: Sample) -> None:
         """Write one sampled step."""
-        self._write(self.scalars(sample).values, sample.step)
+        self._write(self.collect_tags(sample).values, sample.step)
 
-    def scalars(self, sample: Sample) -> Tags:
+    def collect_tags(self, sample: Sample) -> ScalarTags:
         """Return the tags of a step."""
-        tags = Tags(self._budget, sample)
-        for module in load_modules("scalars"):
+        tags = ScalarTags(self._budget, sample)
+        for module in load_feature_modules("scalars"):
             module.add_scalars(sample, tags)
         return tags
 
 
-class Tags:
+class ScalarTags:
     """The tags of one sampled step. Each feature adds its own tags."""
 
     def __init__(self, budget: TagBudget, sample: Sample) -> None:
@@ -104,13 +106,13 @@ class Tags:
             budget: limits the number of tags for single tensors.
         """
         self._budget = budget
-        keys = list(zip(sample.columns["layer"], sample.columns["role"], strict=True))
-        self._tensors = len(limit_experts(keys, lambda key: aggregate_key(*key), EXPERTS_SHOWN))
+        keys = list(zip(sample.operand_columns["layer"], sample.operand_columns["role"], strict=True))
+        self._tensors = len(limit_experts_per_layer(keys, lambda key: find_aggregate_key(*key), EXPERTS_SHOWN))
         self.values: dict[str, float] = {}
         #: layers that have a tag, by (metric, role), worst first
         self.worst: dict[tuple[str, str], list[str]] = {}
 
-    def stream(self, metric: str, role: str, values: Mapping[str, float]) -> None:
+    def add_layer_metric(self, metric: str, role: str, values: Mapping[str, float]) -> None:
         """Add a metric of single layers, and the worst and the median of all layers.
 
         Args:
@@ -121,14 +123,14 @@ class Tags:
         ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
         chosen = self._budget.choose(metric, role, ranked, self._tensors)
         shown = [layer for layer in ranked if layer in chosen]
-        name, values = make_tag(metric), _on_axis(metric, values)
+        name, values = make_metric_tag(metric), _on_axis(metric, values)
         self.values |= {f"fp8_{name}/{role}/{layer}": values[layer] for layer in shown if layer in values}
-        if single := [values[layer] for layer in ranked if layer in values and not is_aggregate(layer)]:
+        if single := [values[layer] for layer in ranked if layer in values and not is_expert_aggregate(layer)]:
             self.values[f"fp8/{name}/{role}/worst"] = single[0]
             self.values[f"fp8/{name}/{role}/median"] = statistics.median(single)
         self.worst[metric, role] = shown
 
-    def stream_products(self, columns: Columns, metric: str, name: str) -> None:
+    def add_product_metric(self, columns: Columns, metric: str, name: str) -> None:
         """Add a metric of the products of GEMMs.
 
         Args:
@@ -140,9 +142,11 @@ class Tags:
             if value is not None:
                 values[product][layer] = value
         for product, by_layer in values.items():
-            self.stream(name, product, by_layer)
+            self.add_layer_metric(name, product, by_layer)
 
-    def sum_up(self, values: Mapping[str, list[float]], kinds: Mapping[str, Callable[[list[float]], float]]) -> None:
+    def add_combined_tags(
+        self, values: Mapping[str, list[float]], kinds: Mapping[str, Callable[[list[float]], float]]
+    ) -> None:
         """Add tags that combine the values of all layers.
 
         Args:
@@ -151,7 +155,7 @@ class Tags:
         """
         self.values |= {f"{tag}/{kind}": of(found) for tag, found in values.items() for kind, of in kinds.items()}
 
-    def sum_up_uncast(self, prefix: str, columns: Columns) -> None:
+    def add_uncast_tags(self, prefix: str, columns: Columns) -> None:
         """Add tags for tensors that the run does not quantize: the worst and the median value, as recorded and under each
         what-if recipe.
         """
@@ -163,7 +167,7 @@ class Tags:
             for metric, value in zip(_OF_UNCAST, found, strict=True):
                 if value is not None and math.isfinite(value):
                     values[f"{prefix}/{metric}/{role}{under}"].append(value)
-        self.sum_up(values, WORST)
+        self.add_combined_tags(values, WORST)
 
 
 def _on_axis(metric: str, values: Mapping[str, float]) -> Mapping[str, float]:
@@ -193,7 +197,7 @@ class StepSummary:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-class Overview:
+class SampleSummarizer:
     """Summarizes samples one after the other. We keep the previous sample, because the early warning needs it."""
 
     def __init__(self) -> None:
@@ -201,7 +205,7 @@ class Overview:
         self._samples = 0
         self._before: Sample | None = None
 
-    def open(self, fingerprint: Mapping[str, Any]) -> None:
+    def read_observed_share(self, fingerprint: Mapping[str, Any]) -> None:
         """Read from the fingerprint which share of the model is observed."""
         coverage = fingerprint.get("coverage")
         share = coverage.get("share_not_observed") if isinstance(coverage, Mapping) else None
@@ -219,21 +223,21 @@ class Overview:
                 found.scalars["early_warning"] = score
                 found.texts["worst_tensor/early_warning"] = f"{SHOWN_AS[key[1]]} of {key[0]}"
             self._before = sample
-        for module in load_modules("scalars"):
+        for module in load_feature_modules("scalars"):
             if hasattr(module, "add_summary"):
                 module.add_summary(sample, found)
         if self._coverage is not None:
             found.scalars["coverage_pct"] = self._coverage
-        if sample.remarks:
-            found.texts["remarks"] = f"step {sample.step}: {sample.remarks}"
+        if sample.describe_anomalies:
+            found.texts["remarks"] = f"step {sample.step}: {sample.describe_anomalies}"
         return found
 
 
 def _operands(sample: Sample, found: StepSummary) -> None:
-    columns = sample.columns
-    known_of_run = classify_sources(columns["scale_source"])
+    columns = sample.operand_columns
+    known_of_run = classify_run_quantization(columns["scale_source"])
     for role in ROLES:
-        rows = [i for i, r in enumerate(columns["role"]) if r == role and not is_aggregate(columns["layer"][i])]
+        rows = [i for i, r in enumerate(columns["role"]) if r == role and not is_expert_aggregate(columns["layer"][i])]
         for metric in (*LOSSES, OFF):
             values = [(columns[metric][i], i) for i in rows]
             known = [(value, i) for value, i in values if value is not None and math.isfinite(value)]
@@ -242,15 +246,15 @@ def _operands(sample: Sample, found: StepSummary) -> None:
             worst, place = max(known, key=lambda of: abs(of[0]))
             found.scalars[f"{metric}/{role}/worst"] = worst
             found.scalars[f"{metric}/{role}/median"] = statistics.median(value for value, _ in known)
-            mark = mark_unquantized(columns["scale_source"][place], known_of_run)
+            mark = make_unquantized_note(columns["scale_source"][place], known_of_run)
             name = columns["layer"][place] + (f" ({mark})" if mark else "")
             found.texts[f"worst_tensor/{metric}/{role}"] = name if worst else "none: all are 0"
 
 
 def _nonfinite(sample: Sample, found: StepSummary) -> None:
-    of_layers = [not is_aggregate(layer) for layer in sample.columns["layer"]]
+    of_layers = [not is_expert_aggregate(layer) for layer in sample.operand_columns["layer"]]
     for name in ("nan", "inf"):
-        counts = zip(sample.columns[name], of_layers, strict=True)
+        counts = zip(sample.operand_columns[name], of_layers, strict=True)
         found.scalars[f"{name}_count"] = sum(count or 0 for count, counted in counts if counted)
 
 
@@ -263,11 +267,11 @@ class LayerMap:
     rows: Sequence[Sequence[Any]]
 
     @classmethod
-    def map_layers(cls, sample: Sample) -> LayerMap:
+    def from_sample(cls, sample: Sample) -> LayerMap:
         """Make a row for each layer, in the order of the sample. Make one row for all experts of a layer."""
-        columns, at = sample.columns, dict[tuple[str, str], int]()
+        columns, at = sample.operand_columns, dict[tuple[str, str], int]()
         for i, key in enumerate(zip(columns["layer"], columns["role"], strict=True)):
-            if name_aggregate(key[0]) is None:
+            if find_expert_aggregate(key[0]) is None:
                 at[key] = i
         shown = [(metric, role) for metric in LOSSES for role in ROLES]
         layers = dict.fromkeys(layer for layer, role in at if role in ROLES)

@@ -21,29 +21,29 @@ import pyarrow as pa
 from ..core.memory import release_freed_memory, retain_freed_memory
 from ..core.threads import map_in_threads
 from ..errors import RecordError
-from .outline import Outline, Stretch, list_stretches
+from .outline import PartOutline, RowsOfStep, list_rows_by_step
 from .parts import (
     KEYS,
     EffectiveParts,
     Ints,
     PartDamagedError,
     PartGoneError,
-    check_values,
-    describe_error,
-    order_newest_first,
-    read_columns,
+    format_error_in_one_line,
+    order_newest_parts_first,
     read_effective_parts,
-    read_names,
-    read_outline,
-    warn_of_damage,
+    read_part_columns,
+    read_part_outline,
+    read_row_keys,
+    reject_impossible_values,
+    warn_of_damaged_parts,
 )
 from .reader import Address
-from .schema import SCHEMAS, Part, arrow_schema
-from .storage import Storage
+from .schema import SCHEMAS, Part, make_arrow_schema
+from .storage import FolderStorage
 
 
 @dataclass(frozen=True)
-class TableIndex:
+class TableStepIndex:
     """The sampled steps of a table, and the part that has each step."""
 
     #: steps, int64, ascending
@@ -53,27 +53,27 @@ class TableIndex:
     damaged: dict[str, str]
 
     @classmethod
-    def read(
+    def read_from_outlines(
         cls,
-        run: Storage,
+        run: FolderStorage,
         table: str,
-        outline_of: Callable[[Part], Outline],
+        outline_of: Callable[[Part], PartOutline],
         parts: Sequence[Part] | None = None,
-        use: Callable[[Part, Outline], None] = lambda part, outline: None,
-    ) -> TableIndex:
+        use: Callable[[Part, PartOutline], None] = lambda part, outline: None,
+    ) -> TableStepIndex:
         """Read the outlines of parts (descriptions of their rows), several at once.
 
         Args:
-            outline_of: function that reads the outline of a part. It raises the errors of `read_outline`.
+            outline_of: function that reads the outline of a part. It raises the errors of `read_part_outline`.
             parts: parts to read first, or None for all parts of the table.
             use: function that is called with each part and its outline, before the part's steps count. It may raise the same
                 errors.
         """
         owners = EffectiveParts(table)
 
-        def add(part: Part, outline: Outline) -> None:
+        def add(part: Part, outline: PartOutline) -> None:
             use(part, outline)
-            owners.add(part, outline.steps)
+            owners.add_part(part, outline.steps)
 
         damaged = read_effective_parts(run, table, outline_of, add, owners, parts, map_in_threads)
         return cls(np.array(sorted(owners.of_step), np.int64), owners.of_step, damaged)
@@ -95,18 +95,18 @@ class TableIndex:
         return parts
 
     @cached_property
-    def newest_first(self) -> list[Part]:
+    def newest_parts_first(self) -> list[Part]:
         """Return the parts that have steps. Parts of the latest attempt come first, even if an earlier attempt has later
         steps.
         """
-        return order_newest_first(self.steps_by_part)
+        return order_newest_parts_first(self.steps_by_part)
 
     @property
-    def newest(self) -> Part | None:
+    def newest_part(self) -> Part | None:
         """Return the last part of the latest attempt."""
-        return self.newest_first[0] if self.newest_first else None
+        return self.newest_parts_first[0] if self.newest_parts_first else None
 
-    def nearest(self, step: int) -> int:
+    def find_nearest_step(self, step: int) -> int:
         """Return the sampled step closest to `step`. If two steps are equally close, return the earlier step."""
         after = min(int(np.searchsorted(self.steps, step)), len(self.steps) - 1)
         before = max(after - 1, 0)
@@ -125,10 +125,10 @@ class StepRows:
     layout: int
 
 
-class Operands:
+class OperandIndex:
     """The operands of rows. Most steps have the same list of operands, so we read the names once for each list."""
 
-    def __init__(self, run: Storage, table: str) -> None:
+    def __init__(self, run: FolderStorage, table: str) -> None:
         self._run, self._table = run, table
         #: layer and role of each operand
         self.names = pl.DataFrame(schema=dict.fromkeys(KEYS[1:], pl.String))
@@ -136,18 +136,18 @@ class Operands:
         self.layouts: list[Ints] = []
         self._layout: dict[str, int] = {}
 
-    def add(self, part: Part, outline: Outline) -> None:
+    def add_operands_of_part(self, part: Part, outline: PartOutline) -> None:
         """Add the operands of a part.
 
         Raises:
             PartDamagedError: the part's names cannot be read, or do not match its footer.
         """
-        names = read_new_names(self._run, self._table, part, outline, self._layout)
+        names = read_operands_by_digest(self._run, self._table, part, outline, self._layout)
         for digest, of_stretch in names.items():
             self._layout[digest] = len(self.layouts)
             self.layouts.append(self._places(pl.DataFrame(pl.from_arrow(of_stretch))))
 
-    def locate_step_rows(self, outline: Outline, places: Mapping[int, int]) -> list[StepRows]:
+    def locate_step_rows(self, outline: PartOutline, places: Mapping[int, int]) -> list[StepRows]:
         """Return the ranges of a part's rows that belong to the wanted steps, in order of steps.
 
         Args:
@@ -169,14 +169,14 @@ class Operands:
         return found
 
 
-def place_stretches(outline: Outline) -> list[tuple[int, Stretch]]:
+def place_stretches(outline: PartOutline) -> list[tuple[int, RowsOfStep]]:
     """Return the stretches of a part, each with the index of its first row."""
     firsts = itertools.accumulate((stretch.rows for stretch in outline.stretches), initial=0)
     return list(zip(firsts, outline.stretches, strict=False))
 
 
-def read_new_names(
-    run: Storage, table: str, part: Part, outline: Outline, known: Container[str] = ()
+def read_operands_by_digest(
+    run: FolderStorage, table: str, part: Part, outline: PartOutline, known: Container[str] = ()
 ) -> dict[str, pa.Table]:
     """Return the layers and roles of a part's stretches by digest. Read them once for each digest.
 
@@ -184,15 +184,17 @@ def read_new_names(
         known: digests to skip.
 
     Raises:
-        PartGoneError: as for `read_names`.
-        PartDamagedError: as for `read_names`, and if the names do not match the footer.
+        PartGoneError: as for `read_row_keys`.
+        PartDamagedError: as for `read_row_keys`, and if the names do not match the footer.
     """
-    new = dict[str, tuple[int, Stretch]]()
+    new = dict[str, tuple[int, RowsOfStep]]()
     for first, stretch in place_stretches(outline):
         if stretch.digest not in known:
             new.setdefault(stretch.digest, (first, stretch))
-    tables = read_names(run, table, part, [(first, first + stretch.rows) for first, stretch in new.values()]) if new else []
-    if [list_stretches(names) for names in tables] != [[stretch] for _, stretch in new.values()]:
+    tables = (
+        read_row_keys(run, table, part, [(first, first + stretch.rows) for first, stretch in new.values()]) if new else []
+    )
+    if [list_rows_by_step(names) for names in tables] != [[stretch] for _, stretch in new.values()]:
         raise PartDamagedError("its footer does not match its rows")
     return {digest: names.select(KEYS[1:]) for digest, names in zip(new, tables, strict=True)}
 
@@ -205,7 +207,7 @@ _FEW = 8
 _MANY_TIMES = 4
 
 
-class Chunk(NamedTuple):
+class RowChunk(NamedTuple):
     """Rows of a few steps, grouped by step."""
 
     #: the requested columns; text columns are strings or categories
@@ -214,16 +216,16 @@ class Chunk(NamedTuple):
     steps: Sequence[tuple[int, Ints]]
 
     @property
-    def operand(self) -> Ints:
+    def operand_of_each_row(self) -> Ints:
         """Return the index of each row's operand, int64 [rows]."""
         return np.concatenate([np.zeros(0, np.int64), *(operands for _, operands in self.steps)])
 
     @property
-    def step(self) -> Ints:
+    def step_of_each_row(self) -> Ints:
         """Return the index of each row's step, int64 [rows]."""
         return np.repeat([step for step, _ in self.steps], [len(each) for _, each in self.steps]).astype(np.int64)
 
-    def spans(self) -> Iterator[tuple[int, slice, Ints]]:
+    def split_by_step(self) -> Iterator[tuple[int, slice, Ints]]:
         """Yield each step's index, the slice of its rows, and the indices of their operands."""
         first = 0
         for step, operands in self.steps:
@@ -231,12 +233,12 @@ class Chunk(NamedTuple):
             first += len(operands)
 
 
-def return_unchanged(chunk: Chunk) -> Any:
+def return_chunk_unchanged(chunk: RowChunk) -> Any:
     """Return the chunk unchanged."""
     return chunk
 
 
-class Scan:
+class TableScan:
     """The rows of a table. If a step was trained twice, the later attempt's rows count."""
 
     def __init__(self, run: Address, table: str = "metrics") -> None:
@@ -247,16 +249,16 @@ class Scan:
         """
         retain_freed_memory()
         pa.set_memory_pool(pa.system_memory_pool())  # the system's pool returns memory within milliseconds, Arrow's does not
-        self._storage, self._table = Storage(run), table
-        self._outlines = dict[Part, Outline]()
+        self._storage, self._table = FolderStorage(run), table
+        self._outlines = dict[Part, PartOutline]()
 
-        def outline_of(part: Part) -> Outline:
-            self._outlines[part] = outline = read_outline(self._storage, table, part)
+        def outline_of(part: Part) -> PartOutline:
+            self._outlines[part] = outline = read_part_outline(self._storage, table, part)
             return outline
 
-        operands = Operands(self._storage, table)
-        index = TableIndex.read(self._storage, table, outline_of, use=operands.add)
-        warn_of_damage(self._storage, table, index.damaged)
+        operands = OperandIndex(self._storage, table)
+        index = TableStepIndex.read_from_outlines(self._storage, table, outline_of, use=operands.add_operands_of_part)
+        warn_of_damaged_parts(self._storage, table, index.damaged)
         #: sampled steps, int64, ascending
         self.steps: Ints = index.steps
         places = {step: place for place, step in enumerate(index.steps.tolist())}
@@ -276,7 +278,7 @@ class Scan:
         self._texts = _texts_of([(self._outlines[part], steps) for part, steps in index.steps_by_part.items()])
         self.schema: Mapping[str, Any] = SCHEMAS[table]
 
-    def __reduce__(self) -> tuple[Callable[..., Scan], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[Callable[..., TableScan], tuple[str, str, str]]:
         """Pickle the address only. Another process reads the index itself, once."""
         return _opened, (str(self._storage), self._table, self._digest)
 
@@ -287,18 +289,18 @@ class Scan:
         digest.update(self.operands.select(pl.concat_str("layer", "role", separator=" ").str.join("\n")).item().encode())
         return digest.hexdigest()
 
-    def values(self, column: str) -> list[str | None] | None:
+    def list_distinct_values(self, column: str) -> list[str | None] | None:
         """Return the different values of a text column, in the order of their first rows. Return None if the footers do not
         list them.
         """
         return self._texts.get(column)
 
-    def chunks(
+    def read_chunks(
         self,
         columns: Sequence[str],
         operands: Ints | None = None,
         steps: Ints | None = None,
-        then: Callable[[Chunk], Any] = return_unchanged,
+        then: Callable[[RowChunk], Any] = return_chunk_unchanged,
     ) -> Iterator[Any]:
         """Yield rows in order of steps. Read several parts at once, and keep only a few in memory.
 
@@ -321,16 +323,16 @@ class Scan:
         finally:
             if len(wanted) > _FEW:
                 release_freed_memory()
-        warn_of_damage(self._storage, self._table, unreadable)
+        warn_of_damaged_parts(self._storage, self._table, unreadable)
 
-    def alike(
+    def group_equal_steps(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
-    ) -> Iterator[tuple[Chunk, Sequence[int]]]:
+    ) -> Iterator[tuple[RowChunk, Sequence[int]]]:
         """Yield rows of a column. If several steps have the same operands with the same values, yield only the first step.
 
         Args:
             column: a text column. If None, compare only the steps' operands.
-            operands, steps: as for `chunks`.
+            operands, steps: as for `read_chunks`.
 
         Returns:
             Chunks. With each chunk, for each of its steps, the number of steps that are equal to it, including the step
@@ -354,7 +356,7 @@ class Scan:
             # If a part cannot be read, another part may still have the same values.
             lost = {kind for kind, (part, _) in first.items() if part.path in unreadable}
             left = [each for each, kind in zip(left, kinds, strict=True) if kind in lost and each[0].path not in unreadable]
-        warn_of_damage(self._storage, self._table, unreadable)
+        warn_of_damaged_parts(self._storage, self._table, unreadable)
 
     def _kind(self, column: str | None, part: Part, run: StepRows) -> Hashable:
         """Return a key that two stretches share if they have the same operands and the same values in a column."""
@@ -369,7 +371,7 @@ class Scan:
     def _wanted(
         self, operands: Ints | None, steps: Ints | None
     ) -> tuple[list[tuple[Part, list[StepRows]]], dict[int, _Chosen]]:
-        """Return the parts that have wanted steps, and the wanted rows of each layout in these parts. See `chunks`."""
+        """Return the parts that have wanted steps, and the wanted rows of each layout in these parts. See `read_chunks`."""
         wanted = [(part, kept) for part, runs in self._parts if (kept := _wanted(runs, steps))]
         layouts = {run.layout for _, runs in wanted for run in runs}
         return wanted, {layout: _Chosen.of(self._layouts[layout], operands) for layout in layouts}
@@ -380,14 +382,14 @@ class Scan:
         chosen: Mapping[int, _Chosen],
         unreadable: dict[str, str],
         of_part: tuple[Part, list[StepRows]],
-    ) -> Chunk | None:
+    ) -> RowChunk | None:
         part, runs = of_part
         kept = [(run.step, run.first, some) for run in runs if (some := chosen[run.layout]).operands.size]
         if not kept:
             return None
         steps = [(step, some.operands) for step, _, some in kept]
         if not columns:
-            return Chunk(pl.DataFrame(), steps)
+            return RowChunk(pl.DataFrame(), steps)
         try:
             rows = self._read(part, columns, [(first, some) for _, first, some in kept])
         except PartGoneError:
@@ -395,9 +397,9 @@ class Scan:
                 f"{self._storage.path(part.path)} is gone, because the run goes on and merged its parts. Try again"
             ) from None
         except Exception as error:
-            unreadable[part.path] = describe_error(error)
+            unreadable[part.path] = format_error_in_one_line(error)
             return None
-        return Chunk(rows, steps)
+        return RowChunk(rows, steps)
 
     def _read(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pl.DataFrame:
         """
@@ -406,8 +408,8 @@ class Scan:
         """
         known = self._outlines[part].same
         same = {name: known[name] for name in columns if name in known}
-        check_values(
-            pa.table({each.name: pa.array([same[each.name]], each.type) for each in arrow_schema(self._table, same)})
+        reject_impossible_values(
+            pa.table({each.name: pa.array([same[each.name]], each.type) for each in make_arrow_schema(self._table, same)})
         )
         if varied := [name for name in columns if name not in same]:
             rows = self._varied(part, varied, kept)
@@ -421,7 +423,7 @@ class Scan:
     def _varied(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pl.DataFrame:
         """Read the columns that are not constant in the part. Arguments are the same as for `_read`."""
         spans = [(first + some.first, first + some.end) for first, some in kept]
-        table, at = read_columns(self._storage, self._table, part, columns, spans)
+        table, at = read_part_columns(self._storage, self._table, part, columns, spans)
         # The rows of a stretch stay consecutive in the result of the read.
         begins = at(np.array([first for first, _ in spans])).tolist()
         found = pa.concat_tables(some.of_rows(table, begin) for begin, (_, some) in zip(begins, kept, strict=True))
@@ -431,13 +433,13 @@ class Scan:
 
 
 def _wanted(runs: Sequence[StepRows], steps: Ints | None) -> list[StepRows]:
-    """Return the rows of wanted steps, with the steps' indices. See `Scan.chunks`."""
+    """Return the rows of wanted steps, with the steps' indices. See `TableScan.read_chunks`."""
     if steps is None:
         return list(runs)
     return [replace(run, step=int(steps[run.step])) for run in runs if steps[run.step] >= 0]
 
 
-def _texts_of(parts: Sequence[tuple[Outline, Sequence[int]]]) -> dict[str, list[str | None]]:
+def _texts_of(parts: Sequence[tuple[PartOutline, Sequence[int]]]) -> dict[str, list[str | None]]:
     """Return the values of text columns, if footers list them for exactly the rows that count.
 
     Args:
@@ -450,13 +452,13 @@ def _texts_of(parts: Sequence[tuple[Outline, Sequence[int]]]) -> dict[str, list[
 
 
 @lru_cache(_OPEN)
-def _opened(address: str, table: str, digest: str) -> Scan:
+def _opened(address: str, table: str, digest: str) -> TableScan:
     """Open a table that another process has scanned.
 
     Raises:
         RecordError: the record has changed since the other process scanned it.
     """
-    scan = Scan(address, table)
+    scan = TableScan(address, table)
     if scan._digest != digest:
         raise RecordError(f"{address} has changed while it was read, because the run goes on. Try again")
     return scan
@@ -476,7 +478,7 @@ class _Chosen:
 
     @classmethod
     def of(cls, layout: Ints, operands: Ints | None) -> _Chosen:
-        """Choose the rows of wanted operands. See `Scan.chunks`."""
+        """Choose the rows of wanted operands. See `TableScan.read_chunks`."""
         if operands is None:
             return cls(layout, 0, len(layout), None)
         of_rows = operands[layout]

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 
 from ..core.keys import STEP_SCALARS as STEP_SCALARS
-from ..core.table import Table, load_modules
+from ..core.table import Table, load_feature_modules
 
 #: file with the status of the run: its control settings, its dumps, and whether the run has ended
 STATUS = "status.json"
@@ -37,20 +37,20 @@ _ARROW = {
 _POLARS: dict[str, Any] = {name: pl.Series(pa.nulls(0, kind)).dtype for name, kind in _ARROW.items()}
 
 #: schemas of all tables by name, in the order of the record
-TABLES: dict[str, Table] = {table.name: table for module in load_modules("table") for table in module.TABLES}
+TABLES: dict[str, Table] = {table.name: table for module in load_feature_modules("table") for table in module.TABLES}
 #: polars type of each column, by table and column
 SCHEMAS: dict[str, dict[str, Any]] = {
     name: {column: _POLARS[kind] for column, kind in table.columns.items()} for name, table in TABLES.items()
 }
 
 
-def arrow_table(table: str, columns: Mapping[str, Any]) -> pa.Table:
+def make_arrow_table(table: str, columns: Mapping[str, Any]) -> pa.Table:
     """Return columns as a table with the schema of `table`.
 
     Missing columns become null, and columns that are not in the schema are left out.
     """
     rows = len(next(iter(columns.values())))
-    schema = arrow_schema(table)
+    schema = make_arrow_schema(table)
     return pa.table([_array(columns.get(field.name), field.type, rows) for field in schema], schema=schema)
 
 
@@ -67,7 +67,7 @@ def _array(values: Sequence[Any] | None, kind: pa.DataType, rows: int) -> pa.Arr
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat), kind, mask=mask)
 
 
-def arrow_schema(table: str, columns: Iterable[str] | None = None) -> pa.Schema:
+def make_arrow_schema(table: str, columns: Iterable[str] | None = None) -> pa.Schema:
     """Return the schema of `table`, or of some of its columns, as parts store them."""
     kept = None if columns is None else set(columns)
     return pa.schema([(c, _ARROW[kind]) for c, kind in TABLES[table].columns.items() if kept is None or c in kept])
@@ -102,11 +102,11 @@ class Part:
         return f"{self.folder}/{self.name}"
 
     @classmethod
-    def from_steps(cls, folder: str, attempt: int, first: int, last: int | None, checksum: str) -> Part:
+    def make_part_name(cls, folder: str, attempt: int, first: int, last: int | None, checksum: str) -> Part:
         """Return the part of one step, or a merged part of several steps if `last` is given.
 
         Example:
-            >>> Part.from_steps("metrics", 0, 120, None, "9f3c02d1").path
+            >>> Part.make_part_name("metrics", 0, 120, None, "9f3c02d1").path
             'metrics/attempt-0-step-00000120-9f3c02d1.parquet'
         """
         steps = f"step-{first:08d}" if last is None else f"steps-{first:08d}-{last:08d}"
@@ -123,7 +123,7 @@ class Part:
         return cls(folder, name, int(attempt), int(first), int(last or first), checksum, last is not None)
 
 
-def parse_attempt(name: str) -> int | None:
+def parse_attempt_number(name: str) -> int | None:
     """Return the number of the attempt from a fingerprint's file name. Return None if the name is not valid for a
     fingerprint.
     """

@@ -24,8 +24,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ..errors import ConfigError
-from .migration import list_folders
-from .schema import SCHEMAS, STATUS, parse_attempt
+from .migration import list_table_folders
+from .schema import SCHEMAS, STATUS, parse_attempt_number
 
 #: longest time of a request in seconds, including the driver's retries
 LIMIT = 20.0
@@ -45,11 +45,11 @@ class RequestLimits:
         self._asked_again = 0.0  # earliest time of the next request, by the monotonic clock
         self._why = ""
 
-    def end_rest(self) -> None:
+    def allow_next_request(self) -> None:
         """Allow the next request at once, even if the last request failed recently."""
         self._asked_again = 0.0
 
-    def call(self, fs: Any, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
+    def call_within_limits(self, fs: Any, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
         """Call a method of a file system.
 
         Args:
@@ -64,8 +64,8 @@ class RequestLimits:
         Example:
             >>> import fsspec
             >>> limits, fs = RequestLimits(), fsspec.filesystem("memory")
-            >>> limits.call(fs, "pipe_file", "/limits/example", b"content", size=7)
-            >>> limits.call(fs, "cat_file", "/limits/example")
+            >>> limits.call_within_limits(fs, "pipe_file", "/limits/example", b"content", size=7)
+            >>> limits.call_within_limits(fs, "cat_file", "/limits/example")
             b'content'
         """
         with self.guard_request():
@@ -103,7 +103,7 @@ class NotAFileError(OSError):
     """The path is a pipe, a socket or a device."""
 
 
-class Storage:
+class FolderStorage:
     """A folder. Methods name its files by their paths below the folder, with `/` between names."""
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
@@ -127,7 +127,7 @@ class Storage:
         self._limits: RequestLimits | None = None
 
     @classmethod
-    def of_run(cls, address: str | os.PathLike[str]) -> Storage:
+    def open_for_writing(cls, address: str | os.PathLike[str]) -> FolderStorage:
         """Return a storage for a run to write to. `RequestLimits` apply to remote requests.
 
         Raises:
@@ -143,13 +143,13 @@ class Storage:
     __fspath__ = __str__
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Storage) and str(self) == str(other)
+        return isinstance(other, FolderStorage) and str(self) == str(other)
 
     __hash__ = None  # type: ignore[assignment]
 
-    def below(self, name: str) -> Storage:
+    def open_subfolder(self, name: str) -> FolderStorage:
         """Return the folder `name` below this folder."""
-        inner = object.__new__(Storage)
+        inner = object.__new__(FolderStorage)
         inner._fs, inner._root, inner.is_local, inner.anchor = self._fs, self.path(name), self.is_local, ""
         inner._limits = self._limits
         return inner
@@ -158,7 +158,7 @@ class Storage:
         """Return the path of a file in the syntax of its file system."""
         return f"{self._root}/{name}" if name else self._root
 
-    def names(self, folder: str = "") -> list[str]:
+    def list_names(self, folder: str = "") -> list[str]:
         """Return the names in a folder, sorted. Return an empty list if the folder does not exist."""
         path = self.path(folder)
         self._fs.invalidate_cache(path)
@@ -168,7 +168,7 @@ class Storage:
             return []
         return sorted(p.rstrip("/").rpartition("/")[2] for p in found)
 
-    def entries(self, folder: str = "") -> Iterator[tuple[str, str]]:
+    def list_entries(self, folder: str = "") -> Iterator[tuple[str, str]]:
         """Yield each name in a folder and its kind: `folder`, `link` or `file`.
 
         If the listing does not contain the kind of a file, we query the file. Pipes, sockets and devices are skipped.
@@ -190,7 +190,7 @@ class Storage:
             if name := about["name"].rstrip("/").removeprefix(path.rstrip("/")).strip("/"):
                 yield name, kind
 
-    def modified(self, name: str) -> float | None:
+    def read_modification_time(self, name: str) -> float | None:
         """Return the modification time of a file, in seconds since 1970. Return None if its file system does not provide the
         time.
         """
@@ -201,7 +201,7 @@ class Storage:
         except (NotImplementedError, KeyError, AttributeError):
             return None
 
-    def size(self, folder: str, prefix: str = "") -> int:
+    def measure_size(self, folder: str, prefix: str = "") -> int:
         """Return the total size in bytes of all files in and below a folder whose names begin with `prefix`. Return 0 if the
         folder does not exist.
         """
@@ -209,22 +209,22 @@ class Storage:
         found = self._call("find", self.path(folder), detail=True)
         return sum(about["size"] for path, about in found.items() if path.rpartition("/")[2].startswith(prefix))
 
-    def files(self) -> list[str]:
+    def list_all_files(self) -> list[str]:
         """Return the names of all files in and below this folder, sorted."""
         self._fs.invalidate_cache()
         return sorted(path.removeprefix(self._root).strip("/") for path in self._fs.find(self._root))
 
     @property
-    def is_anchored(self) -> bool:
+    def does_anchor_exist(self) -> bool:
         """Return False if the anchor of a local folder no longer exists."""
         return not (self.is_local and self.anchor) or os.path.exists(self.path(self.anchor))
 
-    def has(self, pattern: str) -> bool:
+    def has_matching_file(self, pattern: str) -> bool:
         """Return whether this folder directly contains a file with a name that matches the glob `pattern`."""
         self._fs.invalidate_cache(self._root)  # drivers cache listings forever, but a run adds files
         return any(fnmatch.filter(files, pattern) for _, _, files in self._fs.walk(self._root, maxdepth=1))
 
-    def folders_with(self, pattern: str) -> list[Storage]:
+    def find_folders_with_file(self, pattern: str) -> list[FolderStorage]:
         """Return every folder that contains a file with a name that matches the glob `pattern`: this folder, or a folder
         below it.
         """
@@ -232,9 +232,9 @@ class Storage:
         # Do not use the file system's own glob, because the folder's name may contain [, * or ?.
         walked = ((str(folder), files) for folder, _, files in self._fs.walk(self._root))
         roots = sorted(folder for folder, files in walked if fnmatch.filter(files, pattern))
-        return [self.below(root.removeprefix(self._root).strip("/")) for root in roots]
+        return [self.open_subfolder(root.removeprefix(self._root).strip("/")) for root in roots]
 
-    def read(self, name: str) -> bytes:
+    def read_file(self, name: str) -> bytes:
         """Return the content of a file."""
         content: bytes = self._call("cat_file", self.path(name))
         return content
@@ -251,11 +251,11 @@ class Storage:
         with self._limits.guard_request() if self._limits else contextlib.nullcontext():
             return self._fs.open(path, "rb")
 
-    def open_small(self, name: str) -> Any:
+    def open_file_in_one_request(self, name: str) -> Any:
         """Open a file like `open`, but read a remote file whole, in one request within the limits of the run."""
-        return self.open(name) if self.is_local else io.BytesIO(self.read(name))
+        return self.open(name) if self.is_local else io.BytesIO(self.read_file(name))
 
-    def refuse_endless_file(self, name: str) -> None:
+    def refuse_pipes_and_devices(self, name: str) -> None:
         """Raise an error for a file that may never end, such as a pipe that waits for a writer.
 
         Raises:
@@ -264,11 +264,11 @@ class Storage:
         if self.is_local and _is_odd(self.path(name)):
             raise OSError(f"{self.path(name)} is not a file")
 
-    def make(self, folder: str) -> None:
+    def make_folder(self, folder: str) -> None:
         """Make a folder, if the file system has folders."""
         self._call("makedirs", self.path(folder), exist_ok=True)
 
-    def create(self, name: str, content: bytes) -> None:
+    def create_file(self, name: str, content: bytes) -> None:
         """Write a new file. If two writers call this at the same time on a local file system, one of them gets an error.
 
         Raises:
@@ -280,7 +280,7 @@ class Storage:
         with open(self.path(name), "xb") as file:  # fsspec would check first and create later, which is not atomic
             file.write(content)
 
-    def write(self, name: str, content: bytes) -> None:
+    def replace_file(self, name: str, content: bytes) -> None:
         """Write a file. Replace it if it exists. Readers of a local file see either the old content or all of the new
         content.
 
@@ -304,19 +304,19 @@ class Storage:
                 os.remove(temporary)
             raise
 
-    def remove(self, name: str) -> None:
+    def delete_file(self, name: str) -> None:
         """Delete a file."""
         self._call("rm_file", self.path(name))
 
-    def end_rest(self) -> None:
+    def allow_next_request(self) -> None:
         """End a pause, so that the next remote request is sent."""
         if self._limits:
-            self._limits.end_rest()
+            self._limits.allow_next_request()
 
     def _call(self, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
         """Call a method of the file system within the run's limits, if it has any."""
         if self._limits:
-            return self._limits.call(self._fs, method, *arguments, size=size, **options)
+            return self._limits.call_within_limits(self._fs, method, *arguments, size=size, **options)
         return getattr(self._fs, method)(*arguments, **options)
 
 
@@ -336,10 +336,10 @@ def _open_file(path: str, flags: int) -> int:
 
 
 #: folders of a record, including `tensors` for dumps
-TABLES = frozenset({*(folder for table in SCHEMAS for folder in list_folders(table)), "tensors"})
+TABLES = frozenset({*(folder for table in SCHEMAS for folder in list_table_folders(table)), "tensors"})
 
 
-def is_link_out(storage: Storage, name: str) -> bool:
+def is_link_out_of_folder(storage: FolderStorage, name: str) -> bool:
     """Return True if a name below a local folder leads out of the folder through a link. The folder's own path must be free
     of links.
     """
@@ -347,7 +347,7 @@ def is_link_out(storage: Storage, name: str) -> bool:
     return not f"{os.path.realpath(storage.path(name))}/".startswith(f"{root}/")
 
 
-def find_link_out(storage: Storage, folder: str) -> str | None:
+def find_link_out_of_folder(storage: FolderStorage, folder: str) -> str | None:
     """Return the first name in a record that is a link out of `storage`, or None.
 
     Args:
@@ -356,17 +356,17 @@ def find_link_out(storage: Storage, folder: str) -> str | None:
     """
     if not storage.is_local:
         return None
-    for name, kind in sorted(storage.entries(folder)):
-        is_part = name in TABLES or name == STATUS or parse_attempt(name) is not None
-        if kind == "link" and is_part and is_link_out(storage, join_path(folder, name)):
+    for name, kind in sorted(storage.list_entries(folder)):
+        is_part = name in TABLES or name == STATUS or parse_attempt_number(name) is not None
+        if kind == "link" and is_part and is_link_out_of_folder(storage, join_path(folder, name)):
             return name
     for table in sorted(TABLES):
         inside = join_path(folder, table)
         try:
-            links = [f"{inside}/{name}" for name, kind in storage.entries(inside) if kind == "link"]
+            links = [f"{inside}/{name}" for name, kind in storage.list_entries(inside) if kind == "link"]
         except OSError:
             continue
-        if any(is_link_out(storage, link) for link in links):
+        if any(is_link_out_of_folder(storage, link) for link in links):
             return f"a part of {table}"
     return None
 

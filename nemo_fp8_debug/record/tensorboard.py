@@ -25,30 +25,30 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard import summary as summaries
 
 from ..core.keys import ROLES, SHOWN_AS
-from ..core.layer_names import limit_experts, name_aggregate
+from ..core.layer_names import find_expert_aggregate, limit_experts_per_layer
 from ..core.sample import Sample
-from ..core.table import load_modules
-from .scalars import Overview, ScalarRecorder, make_tag
-from .storage import Storage
+from ..core.table import load_feature_modules
+from .scalars import SampleSummarizer, ScalarRecorder, make_metric_tag
+from .storage import FolderStorage
 
 #: seconds after which events are flushed to the disk
 _FLUSH = 120.0
 _files = itertools.count()
 
 
-class EventFile:
+class EventFileWriter:
     """A TensorBoard event file that is written in the caller's thread. After an error we start a new file.
 
     We do not use SummaryWriter, because its thread stops forever after the first error, such as a full disk.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | Storage) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | FolderStorage) -> None:
         """
         Args:
             folder: folder of the events: a path, an fsspec address, or the storage of a run's record.
         """
         self.file_writer = self
-        self._storage = folder if isinstance(folder, Storage) else Storage(folder)
+        self._storage = folder if isinstance(folder, FolderStorage) else FolderStorage(folder)
         self.log_dir = str(self._storage)
         self._file: Any = None
         self._name = ""  # name of the open file; a second attempt to begin it reuses the name
@@ -104,7 +104,7 @@ class _RemoteFile:
     We use the driver that writes the record, because TensorBoard's own driver has other credentials and time limits.
     """
 
-    def __init__(self, storage: Storage, name: str) -> None:
+    def __init__(self, storage: FolderStorage, name: str) -> None:
         self._storage, self._name = storage, name
         self._content = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the run
 
@@ -115,7 +115,7 @@ class _RemoteFile:
         self._content.seek(0)
         content = self._content.read()
         with contextlib.suppress(Exception):  # the record in the same folder warns
-            self._storage.write(self._name, content)
+            self._storage.replace_file(self._name, content)
 
 
 def _framed(data: bytes) -> bytes:
@@ -160,7 +160,7 @@ class TensorBoardRecorder(ScalarRecorder):
 
     in_callers_thread = False
 
-    def __init__(self, writer: EventFile | SummaryWriter, max_tags: int, log_losses: bool = False) -> None:
+    def __init__(self, writer: EventFileWriter | SummaryWriter, max_tags: int, log_losses: bool = False) -> None:
         """
         Args:
             log_losses: whether to write the loss too, because no framework logs it.
@@ -169,23 +169,23 @@ class TensorBoardRecorder(ScalarRecorder):
         self._writer: Any = writer
         self._log_losses = log_losses
         self._layout: dict[str, Any] = {}
-        self._overview = Overview()
+        self._overview = SampleSummarizer()
         self._worst_tensors = ""
 
     @property
     def folder(self) -> str | None:
         """Return the folder of the events, as an absolute path or address."""
         folder = getattr(self._writer, "log_dir", None)
-        return str(Storage(folder)) if isinstance(folder, (str, os.PathLike)) else None
+        return str(FolderStorage(folder)) if isinstance(folder, (str, os.PathLike)) else None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Write the fingerprint."""
-        self._overview.open(fingerprint)
+        self._overview.read_observed_share(fingerprint)
         self._writer.add_text("fp8_debug/fingerprint", _as_markdown(fingerprint), 0)
 
     def record(self, sample: Sample) -> None:
         """Write one sampled step. If the worst layers have changed, write the layout too."""
-        tags = self.scalars(sample)
+        tags = self.collect_tags(sample)
         found = self._overview.summarize_sample(sample)
         summary = {tag: value for name, value in found.scalars.items() if (tag := summary_tag(name))}
         self._write(tags.values | summary, sample.step)
@@ -194,8 +194,8 @@ class TensorBoardRecorder(ScalarRecorder):
         if (names := _as_markdown({"worst tensor": worst})) != self._worst_tensors:
             self._writer.add_text("fp8_debug/worst_tensors", names, sample.step)
             self._worst_tensors = names
-        if sample.remarks:
-            self._writer.add_text("fp8_debug/remarks", sample.remarks, sample.step)
+        if sample.describe_anomalies:
+            self._writer.add_text("fp8_debug/remarks", sample.describe_anomalies, sample.step)
         layout = _layout(tags.worst)
         if layout != self._layout:
             self._writer.add_custom_scalars(layout)
@@ -235,7 +235,7 @@ def summary_tag(name: str) -> str | None:
 @cache
 def _summary_labels() -> dict[str, str]:
     """Return the chart names of the summary's scalars, including the scalars of each feature."""
-    own = [getattr(module, "LABELS", {}) for module in load_modules("scalars")]
+    own = [getattr(module, "LABELS", {}) for module in load_feature_modules("scalars")]
     return _LABELS | {name: label for labels in own for name, label in labels.items()}
 
 
@@ -254,8 +254,8 @@ def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
     for role in roles:
         charts: dict[str, Any] = {}
         for metric in _CHARTS:
-            for layer in limit_experts(worst.get((metric, role), []), name_aggregate, 1)[:_WORST_SHOWN]:
-                tag = f"fp8_{make_tag(metric)}/{role}/{re.escape(layer)}$"
+            for layer in limit_experts_per_layer(worst.get((metric, role), []), find_expert_aggregate, 1)[:_WORST_SHOWN]:
+                tag = f"fp8_{make_metric_tag(metric)}/{role}/{re.escape(layer)}$"
                 charts[f"{_LABELS[metric]}: {SHOWN_AS[role]} of {layer}"] = ["Multiline", [tag]]
         layout[f"FP8 {SHOWN_AS[role]} ({role})"] = charts
     return layout

@@ -16,10 +16,10 @@ import polars as pl
 
 from ..errors import ConfigError
 from . import migration
-from .parts import SHARED, parts_in
-from .reader import find_run, read_fingerprint
+from .parts import SHARED, list_parts_in_folder
+from .reader import find_record, read_fingerprint
 from .schema import SCHEMAS
-from .storage import Storage
+from .storage import FolderStorage
 
 #: glob that matches files of parts, but no unfinished or foreign files
 _PARTS = "attempt-*-step*-*.parquet"
@@ -97,14 +97,14 @@ def sql_views(address: str | os.PathLike[str], engine: str = "duckdb") -> str:
     """
     if engine not in _ENGINES:
         raise ConfigError(f"engine is {engine!r}; use {' or '.join(_ENGINES)}")
-    run = find_run(address)
+    run = find_record(address)
     read_fingerprint(run)
     return "\n".join(statement for table in SCHEMAS for statement in _statements(run, table, engine)) + "\n"
 
 
-def _statements(run: Storage, table: str, engine: str) -> list[str]:
+def _statements(run: FolderStorage, table: str, engine: str) -> list[str]:
     spelled = _ENGINES[engine]
-    folders = [name for name in migration.list_folders(table) if parts_in(run, name)]
+    folders = [name for name in migration.list_table_folders(table) if list_parts_in_folder(run, name)]
     names = {"create": spelled.create, "table": table}
     if not folders:
         return [f"{spelled.create} {table} AS\n{_no_rows(spelled, _columns(table, spelled))};"]
@@ -118,7 +118,7 @@ def _statements(run: Storage, table: str, engine: str) -> list[str]:
     return [*files, whole, _ONCE.format(**names, names=", ".join(_quoted(name, spelled) for name in SCHEMAS[table]))]
 
 
-def _duckdb_files(run: Storage, table: str, folders: Sequence[str]) -> list[str]:
+def _duckdb_files(run: FolderStorage, table: str, folders: Sequence[str]) -> list[str]:
     spelled = _ENGINES["duckdb"]
     # Escape * and [ in a folder's name, so that they are not patterns.
     paths = [re.sub(r"([*?\[])", r"[\1]", f"{run}/{folder}") for folder in folders]
@@ -128,7 +128,7 @@ def _duckdb_files(run: Storage, table: str, folders: Sequence[str]) -> list[str]
     return [f"{spelled.create} {table}_files AS\n{columns}\nUNION ALL BY NAME\n{read};"]
 
 
-def _spark_files(run: Storage, table: str, folders: Sequence[str]) -> list[str]:
+def _spark_files(run: FolderStorage, table: str, folders: Sequence[str]) -> list[str]:
     spelled = _ENGINES["spark"]
     columns = ", ".join(f"{name} {kind}" for name, kind in _columns(table, spelled, earlier=True))
     address = re.sub(r"^s3://", "s3a://", str(run))
@@ -145,16 +145,16 @@ def _columns(table: str, spelled: _Engine, earlier: bool = False) -> list[tuple[
     """Return quoted names and types of a table's columns, optionally including names of earlier schemas."""
     found = []
     for name, kind in SCHEMAS[table].items():
-        for each in migration.with_earlier_names([name]) if earlier else [name]:
+        for each in migration.add_earlier_column_names([name]) if earlier else [name]:
             found.append((_quoted(each, spelled), _type(kind, spelled)))
     return found
 
 
 def _todays(name: str, spelled: _Engine) -> str:
     """Return an SQL expression that reads a column under its current or any earlier name, and converts to current values."""
-    names = [f"placed.{_quoted(each, spelled)}" for each in migration.with_earlier_names([name])]
+    names = [f"placed.{_quoted(each, spelled)}" for each in migration.add_earlier_column_names([name])]
     value = f"coalesce({', '.join(names)})" if len(names) > 1 else names[0]
-    for old, new in migration.list_renamed_values(name):
+    for old, new in migration.list_renamed_column_values(name):
         value = f"replace({value}, {_literal(old)}, {_literal(new)})"
     return value
 

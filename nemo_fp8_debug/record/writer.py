@@ -23,16 +23,16 @@ import polars as pl
 from ..core.sample import Recorder, Sample
 from ..errors import ConfigError, warn
 from . import parquet
-from .merging import HISTOGRAMS, MERGED, Merger, WrittenPart
-from .parts import parts_in
-from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, parse_attempt
-from .storage import Storage
+from .merging import HISTOGRAMS, MERGED, PartMerger, WrittenPartInfo
+from .parts import list_parts_in_folder
+from .schema import STEP_SCALARS, TABLES, VERSION, Part, make_arrow_schema, make_arrow_table, parse_attempt_number
+from .storage import FolderStorage
 
 #: maximum size in bytes of the parts that we keep in memory while the record cannot be written
 BACKLOG = 256 << 20
 
 
-class RunRecord(Recorder):
+class RunRecordWriter(Recorder):
     """Writes the record of one run. While the record cannot be written, up to `BACKLOG` bytes are kept in memory."""
 
     def __init__(self, address: str | os.PathLike[str], histogram_interval: int = 1) -> None:
@@ -44,7 +44,7 @@ class RunRecord(Recorder):
         Raises:
             ConfigError: the address cannot be used.
         """
-        self.storage = Storage.of_run(address)
+        self.storage = FolderStorage.open_for_writing(address)
         self._histogram_interval = histogram_interval
         self.attempt = 0
         #: samples that were written or wait in the backlog
@@ -53,7 +53,7 @@ class RunRecord(Recorder):
         self.lost = 0
         self._backlog: deque[tuple[str, Part, bytes]] = deque()
         self._warned = False
-        self._merger = Merger(self.storage)
+        self._merger = PartMerger(self.storage)
         self._tidy = False
         self._fingerprint = b""
 
@@ -72,21 +72,21 @@ class RunRecord(Recorder):
 
     def _make_folders(self) -> None:
         for table in ("metrics", "steps"):  # each other folder appears with its first part
-            self.storage.make(table)
+            self.storage.make_folder(table)
 
     def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
         """Claim the next attempt number. Two processes that start at the same time get different numbers."""
-        there = self.storage.names()
-        taken = [parse_attempt(name) for name in there]
+        there = self.storage.list_names()
+        taken = [parse_attempt_number(name) for name in there]
         tables = (table for table in TABLES if table in there)
-        taken += [part.attempt for table in tables for part in parts_in(self.storage, table)]
+        taken += [part.attempt for table in tables for part in list_parts_in_folder(self.storage, table)]
         self.attempt = 1 + max((a for a in taken if a is not None), default=-1)
         while True:
             content = {"schema_version": VERSION, "attempt": self.attempt, **fingerprint}
             self._fingerprint = json.dumps(content, indent=2, default=str).encode()
             name = f"attempt-{self.attempt}.json"
             with contextlib.suppress(FileExistsError):
-                self.storage.create(name, self._fingerprint)
+                self.storage.create_file(name, self._fingerprint)
                 self.storage.anchor = name
                 return
             self.attempt += 1
@@ -126,12 +126,12 @@ class RunRecord(Recorder):
 
     def close(self) -> None:
         """Write the backlog. Warn about parts that are lost."""
-        self.storage.end_rest()
+        self.storage.allow_next_request()
         self._write_backlog()
         if self._backlog and self.storage.is_local:  # perhaps because the folder was deleted
             with contextlib.suppress(Exception):
                 self._make_folders()
-                self.storage.create(self.storage.anchor, self._fingerprint)
+                self.storage.create_file(self.storage.anchor, self._fingerprint)
             self._write_backlog()
         self.lost += len(self._backlog)
         self._backlog.clear()
@@ -142,8 +142,8 @@ class RunRecord(Recorder):
         """Write a part of a table with the rows of step `first`. If `last` is given, write all steps from `first` to
         `last`.
         """
-        content, checksum = parquet.encode(arrow_table(table, columns))
-        self._backlog.append((table, Part.from_steps(table, self.attempt, first, last, checksum), content))
+        content, checksum = parquet.encode_parquet(make_arrow_table(table, columns))
+        self._backlog.append((table, Part.make_part_name(table, self.attempt, first, last, checksum), content))
         self._write_backlog()
 
     def _write_backlog(self) -> None:
@@ -151,10 +151,10 @@ class RunRecord(Recorder):
         try:
             while self._backlog:
                 table, part, content = self._backlog[0]
-                self.storage.write(part.path, content)
+                self.storage.replace_file(part.path, content)
                 self._backlog.popleft()
                 if not part.merged:
-                    self._merger.add_written_part(table, WrittenPart(part, len(content)))
+                    self._merger.add_written_part(table, WrittenPartInfo(part, len(content)))
             self._warned = False
         except Exception as error:
             self._hold_back(error)
@@ -176,15 +176,17 @@ class RunRecord(Recorder):
         """Merge small parts of earlier attempts. This runs once for each attempt, in the background."""
         if self.attempt and not self._tidy and not self._backlog:
             self._tidy = True
-            self._merger.tidy_up(self.attempt)
+            self._merger.merge_earlier_attempts(self.attempt)
 
 
-def add_rows(storage: Storage, table: str, rows: pl.DataFrame) -> None:
+def add_rows_to_table(storage: FolderStorage, table: str, rows: pl.DataFrame) -> None:
     """Add rows to a table that several processes may write, but that no run writes."""
     for (attempt,), of_attempt in rows.group_by("attempt", maintain_order=True):
         steps = of_attempt["step"].unique().sort()
         for first in range(0, len(steps), MERGED):
             chunk = steps[first : first + MERGED]
-            part = of_attempt.filter(pl.col("step").is_between(chunk[0], chunk[-1])).to_arrow().cast(arrow_schema(table))
-            content, checksum = parquet.encode(part)
-            storage.write(Part.from_steps(table, int(attempt), chunk[0], chunk[-1], checksum).path, content)
+            part = (
+                of_attempt.filter(pl.col("step").is_between(chunk[0], chunk[-1])).to_arrow().cast(make_arrow_schema(table))
+            )
+            content, checksum = parquet.encode_parquet(part)
+            storage.replace_file(Part.make_part_name(table, int(attempt), chunk[0], chunk[-1], checksum).path, content)

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 V = TypeVar("V")
 
 
-class Cache(Generic[V]):
+class LRUCache(Generic[V]):
     """A thread-safe cache of values by key. If it is full, it drops the least recently used values.
 
     If several threads miss a key at once, one makes the value and the others wait for it.
@@ -35,11 +35,11 @@ class Cache(Generic[V]):
         #: for each key: while a thread makes its value, the event that is set when the thread is done
         self._made: dict[Hashable, threading.Event] = {}
 
-    def get(self, key: Hashable, make: Callable[[], V]) -> V:
+    def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
         """Return the value of `key`. Make the value if it is not in the cache.
 
         Args:
-            make: function that makes the value. It must not call `get` with the same key.
+            make: function that makes the value. It must not call `get_or_make` with the same key.
         """
         while True:
             with self._lock:
@@ -77,7 +77,7 @@ def find_cache_folder() -> Path:
     return (named if named.is_absolute() else Path(os.path.expanduser("~/.cache"))) / "nemo_fp8_debug"
 
 
-class VerdictCache:
+class VerdictDiskCache:
     """A cache of results on disk. The keys contain all inputs. If the folder is not readable or writable, nothing is
     cached.
     """
@@ -89,7 +89,7 @@ class VerdictCache:
         """
         self._folder = folder
 
-    def get(self, key: Mapping[str, Any]) -> Any:
+    def get_result(self, key: Mapping[str, Any]) -> Any:
         """Return the result of `key`, or None if there is no result or its file is damaged."""
         path = self._path(key)
         try:
@@ -102,7 +102,7 @@ class VerdictCache:
             os.utime(path)
         return found["result"]
 
-    def put(self, key: Mapping[str, Any], result: Any) -> None:
+    def store_result(self, key: Mapping[str, Any], result: Any) -> None:
         """Store a result that JSON can represent."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -16,14 +16,14 @@ from .._version import __version__
 from ..analysis.formatting import make_jsonable
 from ..core.scale_sources import HIGH_PRECISION
 from ..errors import RecordError, capture_warnings
-from ..record.parts import PartDamagedError, PartGoneError, order_newest_first, read_columns
+from ..record.parts import PartDamagedError, PartGoneError, order_newest_parts_first, read_part_columns
 from ..record.reader import read_fingerprint, read_status
-from ..record.schema import parse_attempt
-from ..record.storage import Storage
-from .cache import Cache, VerdictCache, find_cache_folder
+from ..record.schema import parse_attempt_number
+from ..record.storage import FolderStorage
+from .cache import LRUCache, VerdictDiskCache, find_cache_folder
 from .jobs.job_queue import JobQueue
-from .records.logdir import Logdir
-from .records.part_matrices import PartMatrices, RecordIndex
+from .records.logdir import LogdirRecords
+from .records.part_matrices import CachedPartReader, SampledStepIndex
 from .records.run_summary import find_quantization
 from .web import RequestError
 
@@ -33,10 +33,10 @@ _YOUNG, _USUAL = 120.0, 3.0
 _PATIENCE = 1.0
 
 
-def list_runs(parts: PartMatrices, logdir: Logdir) -> list[dict[str, Any]]:
+def list_runs(parts: CachedPartReader, logdir: LogdirRecords) -> list[dict[str, Any]]:
     """Return all runs by name. If time runs out, describe the remaining runs from the names of their files."""
     until = time.monotonic() + _PATIENCE
-    names = sorted(logdir.find_records().records)
+    names = sorted(logdir.list_known_records().records)
     return [_describe(parts, name, logdir, in_haste=time.monotonic() > until) for name in names]
 
 
@@ -48,11 +48,11 @@ _PLAYS = {
 }
 
 
-def suggest_parts(names: Sequence[str]) -> dict[str, str | None]:
+def suggest_run_roles(names: Sequence[str]) -> dict[str, str | None]:
     """Suggest baseline, reference and run by the names of runs.
 
     Example:
-        >>> suggest_parts(["bad", "baseline", "bf16", "other"])
+        >>> suggest_run_roles(["bad", "baseline", "bf16", "other"])
         {'baseline': 'baseline', 'reference': 'bf16', 'run': 'bad'}
     """
     found = {part: next((name for name in names if pattern.search(name)), None) for part, pattern in _PLAYS.items()}
@@ -60,7 +60,7 @@ def suggest_parts(names: Sequence[str]) -> dict[str, str | None]:
     return found | {"run": found["run"] or next(iter([*others, *names]), None)}
 
 
-def _describe(parts: PartMatrices, name: str, logdir: Logdir, in_haste: bool) -> dict[str, Any]:
+def _describe(parts: CachedPartReader, name: str, logdir: LogdirRecords, in_haste: bool) -> dict[str, Any]:
     """Return an entry of the list of runs, also for unreadable records.
 
     Args:
@@ -68,10 +68,10 @@ def _describe(parts: PartMatrices, name: str, logdir: Logdir, in_haste: bool) ->
     """
     nothing = {"first": None, "last": None, "samples": 0, "updated": None, "version": ""}
     try:
-        run = logdir.record(name)
+        run = logdir.get_record(name)
         with capture_warnings():
             read_fingerprint(run)
-        index = parts.read_known_index(run) if in_haste else parts.index(run)
+        index = parts.get_known_index(run) if in_haste else parts.read_index(run)
         updated = _updated(run, index)
         state = _state(run, index, updated)
     except Exception as error:  # drivers of remote file systems raise errors of their own
@@ -85,32 +85,32 @@ def _describe(parts: PartMatrices, name: str, logdir: Logdir, in_haste: bool) ->
     return {"name": name, "state": state, **ends, **known, "why": None}
 
 
-def _updated(run: Storage, index: RecordIndex) -> float | None:
+def _updated(run: FolderStorage, index: SampledStepIndex) -> float | None:
     """Return the time at which the newest part was written."""
     # If the part is missing, it was merged just now.
-    return None if index.newest is None else _written(run, f"metrics/{index.newest.name}", time.time())
+    return None if index.newest_part is None else _written(run, f"metrics/{index.newest_part.name}", time.time())
 
 
-def _written(run: Storage, name: str, otherwise: float | None = None) -> float | None:
+def _written(run: FolderStorage, name: str, otherwise: float | None = None) -> float | None:
     """Return the time at which a file was written, or `otherwise` if it is missing."""
     try:
-        return run.modified(name)
+        return run.read_modification_time(name)
     except FileNotFoundError:
         return otherwise
 
 
-def _state(run: Storage, index: RecordIndex, updated: float | None) -> str:
-    if index.newest is not None and _has_ended(run, index.newest.attempt):
+def _state(run: FolderStorage, index: SampledStepIndex, updated: float | None) -> str:
+    if index.newest_part is not None and _has_ended(run, index.newest_part.attempt):
         return "ended"
-    if updated is None or index.newest is None:
+    if updated is None or index.newest_part is None:
         return "still"
-    begun = _written(run, f"attempt-{index.newest.attempt}.json")
-    samples = sum(part.attempt == index.newest.attempt for part in index.owner.values())
+    begun = _written(run, f"attempt-{index.newest_part.attempt}.json")
+    samples = sum(part.attempt == index.newest_part.attempt for part in index.owner.values())
     usual = max(0.0, updated - begun) / samples if begun is not None else 0.0
     return "growing" if time.time() - updated < max(_YOUNG, _USUAL * usual) else "still"
 
 
-def _has_ended(run: Storage, sampled: int) -> bool:
+def _has_ended(run: FolderStorage, sampled: int) -> bool:
     """Return True if the run reported its end after it was last resumed.
 
     Args:
@@ -122,12 +122,12 @@ def _has_ended(run: Storage, sampled: int) -> bool:
         return False
     if not isinstance(ended, float):  # the run goes on, or the file is damaged or from an earlier version
         return False
-    attempt = max(attempt for name in run.names() if (attempt := parse_attempt(name)) is not None)
+    attempt = max(attempt for name in run.list_names() if (attempt := parse_attempt_number(name)) is not None)
     begun = None if attempt == sampled else _written(run, f"attempt-{attempt}.json")
     return attempt == sampled or (begun is not None and begun <= ended)
 
 
-def order_by_color(names: Iterable[str], provider: Any) -> list[str]:
+def sort_names_by_color(names: Iterable[str], provider: Any) -> list[str]:
     """Return names in the order of their colors in TensorBoard, followed by names that TensorBoard does not know.
 
     TensorBoard sorts runs by their first event, and runs without events by name. A record belongs to the run of its name,
@@ -159,14 +159,14 @@ def _place(name: str, places: dict[str, int]) -> float:
 _PARTS_READ = 4
 
 
-def _read_progress(parts: PartMatrices, run: Storage) -> dict[str, Any]:
+def _read_progress(parts: CachedPartReader, run: FolderStorage) -> dict[str, Any]:
     """Read the progress and the recipe of a run.
 
     Returns:
         recipe: the recipe of the metrics, or None if not recorded. is_quantized: False if nothing is quantized. loss: the
         last loss, or None if not finite. loss_step: the step of this loss. Without losses, loss and loss_step are None.
     """
-    index = parts.index(run)
+    index = parts.read_index(run)
     with capture_warnings():
         fingerprint = read_fingerprint(run)
         step, loss = _last_loss(run, index)
@@ -179,10 +179,10 @@ def _read_progress(parts: PartMatrices, run: Storage) -> dict[str, Any]:
     }
 
 
-def _last_loss(run: Storage, index: RecordIndex) -> tuple[int | None, float | None]:
-    for part in order_newest_first(index.listed["steps"])[:_PARTS_READ]:
+def _last_loss(run: FolderStorage, index: SampledStepIndex) -> tuple[int | None, float | None]:
+    for part in order_newest_parts_first(index.listed["steps"])[:_PARTS_READ]:
         try:
-            rows = read_columns(run, "steps", part, ("attempt", "step", "loss"))[0]
+            rows = read_part_columns(run, "steps", part, ("attempt", "step", "loss"))[0]
         except (PartGoneError, PartDamagedError):
             continue
         losses = pl.DataFrame(pl.from_arrow(rows)).drop_nulls("loss").sort("step")
@@ -194,33 +194,33 @@ def _last_loss(run: Storage, index: RecordIndex) -> tuple[int | None, float | No
 _BY = "step"
 
 
-class Headlines:
+class HeadlineCache:
     """A cache of headlines. The key is the state of the records, the package's version, and the options."""
 
-    def __init__(self, jobs: JobQueue, parts: PartMatrices, logdir: Logdir) -> None:
+    def __init__(self, jobs: JobQueue, parts: CachedPartReader, logdir: LogdirRecords) -> None:
         """
         Args:
             jobs: queue that computes headlines.
         """
         self._jobs, self._parts, self._logdir = jobs, parts, logdir
-        self._kept = VerdictCache(find_cache_folder() / "verdicts")
+        self._kept = VerdictDiskCache(find_cache_folder() / "verdicts")
 
-    def known(self, run: str, baseline: str | None) -> Any:
+    def get_cached(self, run: str, baseline: str | None) -> Any:
         """Return the cached headline of a run in its current state, or None."""
-        return self._kept.get(self._identity([run, baseline, None]))
+        return self._kept.get_result(self._identity([run, baseline, None]))
 
-    def ask(self, run: str, baseline: str | None, reference: str | None) -> dict[str, Any]:
-        """Return the state of a run's headline, as in `JobQueue.ask`. Begin the job if the headline is unknown."""
+    def get_or_start_job(self, run: str, baseline: str | None, reference: str | None) -> dict[str, Any]:
+        """Return the state of a run's headline, as in `JobQueue.get_or_start_job`. Begin the job if it is unknown."""
         identity = self._identity([run, baseline, reference])
-        if (known := self._kept.get(identity)) is not None:
+        if (known := self._kept.get_result(identity)) is not None:
             return {"state": "done", "result": known}
         records = identity["records"]
         places = dict(zip(("run", "baseline", "reference"), (record["place"] for record in records), strict=True))
         version = " ".join(record["version"] for record in records)
-        answer = self._jobs.ask({"kind": "headline", **places, "by": _BY, "version": version}, version)
+        answer = self._jobs.get_or_start_job({"kind": "headline", **places, "by": _BY, "version": version}, version)
         # A temporary outage can look like damage, so do not cache this headline.
         if answer["state"] == "done" and not any(record["damaged"] for record in records):
-            self._kept.put(identity, answer["result"])
+            self._kept.store_result(identity, answer["result"])
         return answer
 
     def _identity(self, names: list[str | None]) -> dict[str, Any]:
@@ -229,8 +229,8 @@ class Headlines:
     def _state_of(self, name: str | None) -> dict[str, Any]:
         if name is None:
             return {"place": None, "version": "", "damaged": {}}
-        record = self._logdir.record(name)
-        index = self._parts.index(record)
+        record = self._logdir.get_record(name)
+        index = self._parts.read_index(record)
         return {"place": str(record), "version": index.version, "damaged": make_jsonable(index.damaged)}
 
 
@@ -241,13 +241,13 @@ _KEPT = 8192
 class RunsTable:
     """The rows of the table, by run. An unchanged record is read only once."""
 
-    def __init__(self, parts: PartMatrices, logdir: Logdir, headlines: Headlines) -> None:
+    def __init__(self, parts: CachedPartReader, logdir: LogdirRecords, headlines: HeadlineCache) -> None:
         """
         Args:
             headlines: cache of headlines. A row includes the run's headline if it is cached.
         """
         self._parts, self._logdir, self._headlines = parts, logdir, headlines
-        self._known: Cache[dict[str, Any]] = Cache(_KEPT)
+        self._known: LRUCache[dict[str, Any]] = LRUCache(_KEPT)
         #: time and row of the last answer, by run and baseline
         self._told: dict[tuple[str, str | None], tuple[float, Any]] = {}
 
@@ -260,7 +260,7 @@ class RunsTable:
             unknown). If the record is unreadable, `why` (the reason). is_complete: False if some rows are missing, so that
             the caller should ask again.
         """
-        until, names = time.monotonic() + _PATIENCE, sorted(self._logdir.find_records().records)
+        until, names = time.monotonic() + _PATIENCE, sorted(self._logdir.list_known_records().records)
         if len(self._told) + len(names) > _KEPT:
             self._told.clear()
         for name in sorted(names, key=lambda name: self._told.get((name, baseline), (0.0,))[0]):
@@ -273,9 +273,9 @@ class RunsTable:
 
     def _row(self, name: str, baseline: str | None) -> dict[str, Any]:
         try:
-            record = self._logdir.record(name)
-            version = self._parts.index(record).version
-            about = self._known.get((str(record), version), lambda: _read_progress(self._parts, record))
-            return about | {"version": version, "headline": self._headlines.known(name, baseline)}
+            record = self._logdir.get_record(name)
+            version = self._parts.read_index(record).version
+            about = self._known.get_or_make((str(record), version), lambda: _read_progress(self._parts, record))
+            return about | {"version": version, "headline": self._headlines.get_cached(name, baseline)}
         except (RequestError, RecordError, OSError, RecursionError) as error:
             return {"why": str(error)}

@@ -22,7 +22,7 @@ from werkzeug import Request, Response
 from werkzeug.datastructures import Headers
 
 from ..errors import RecordError
-from .cache import Cache
+from .cache import LRUCache
 
 
 class RequestError(Exception):
@@ -31,7 +31,7 @@ class RequestError(Exception):
     status = 400
 
 
-class BadParameter(RequestError):
+class BadParameterError(RequestError):
     """The error for a missing, unknown, repeated or invalid parameter."""
 
 
@@ -53,7 +53,7 @@ class UnreadableRecordError(RequestError):
     status = 409
 
 
-def list_with_nulls(values: Any) -> list[float | None]:
+def replace_nonfinite_by_null(values: Any) -> list[float | None]:
     """Return float64 [N] as a list, with null for values that are not finite."""
     values = np.asarray(values, np.float64)
     listed = values.tolist()
@@ -63,7 +63,7 @@ def list_with_nulls(values: Any) -> list[float | None]:
 
 
 def encode_json(answer: Any) -> str:
-    """Encode an answer that `make_jsonable` or `list_with_nulls` prepared."""
+    """Encode an answer that `make_jsonable` or `replace_nonfinite_by_null` prepared."""
     return json.dumps(answer, allow_nan=False, separators=(",", ":"))
 
 
@@ -77,7 +77,7 @@ _MOST_COLUMNS = 2000
 
 
 @dataclass(frozen=True)
-class Parameter:
+class RouteParameter:
     """A parameter: the function that reads its text, and its default."""
 
     read: Callable[[str, str], Any]
@@ -85,23 +85,23 @@ class Parameter:
     default: Any = ...
 
 
-def parse_parameters(given: Iterable[tuple[str, str]], expected: Mapping[str, Parameter]) -> dict[str, Any]:
+def parse_parameters(given: Iterable[tuple[str, str]], expected: Mapping[str, RouteParameter]) -> dict[str, Any]:
     """Return the values of all expected parameters by name, or their defaults.
 
     Raises:
-        BadParameter: a parameter is missing, unknown, repeated or invalid.
+        BadParameterError: a parameter is missing, unknown, repeated or invalid.
     """
     texts: dict[str, str] = {}
     for name, text in given:
         if name not in expected:
             takes = ", ".join(expected) or "none"
-            raise BadParameter(f"Unknown parameter {quote_text(name)}; this address takes: {takes}.")
+            raise BadParameterError(f"Unknown parameter {quote_text(name)}; this address takes: {takes}.")
         if name in texts:
-            raise BadParameter(f"Parameter {name} is given more than once; give it once.")
+            raise BadParameterError(f"Parameter {name} is given more than once; give it once.")
         texts[name] = text
     missing = [name for name, parameter in expected.items() if parameter.default is ... and name not in texts]
     if missing:
-        raise BadParameter(f"Parameter {missing[0]} is missing; add it to the address.")
+        raise BadParameterError(f"Parameter {missing[0]} is missing; add it to the address.")
     return {name: p.read(name, texts[name]) if name in texts else p.default for name, p in expected.items()}
 
 
@@ -111,47 +111,51 @@ def quote_text(text: str) -> str:
     return repr(cut)
 
 
-def read_text(name: str, value: str) -> str:
+def parse_text_parameter(name: str, value: str) -> str:
     """Read the name of a run, a layer or a recipe."""
     if not 0 < len(value) <= _LONGEST:
-        raise BadParameter(f"Parameter {name} has {len(value)} characters; give 1 to {_LONGEST}.")
+        raise BadParameterError(f"Parameter {name} has {len(value)} characters; give 1 to {_LONGEST}.")
     return value
 
 
-def read_step(name: str, value: str) -> int:
+def parse_step_parameter(name: str, value: str) -> int:
     """Read a training step."""
     if not _WHOLE.fullmatch(value):
-        raise BadParameter(f"Parameter {name} is {quote_text(value)}; give a step, a whole number of at most 18 digits.")
+        raise BadParameterError(
+            f"Parameter {name} is {quote_text(value)}; give a step, a whole number of at most 18 digits."
+        )
     return int(value)
 
 
-def read_count(name: str, value: str) -> int:
+def parse_count_parameter(name: str, value: str) -> int:
     """Parse a parameter that is a number of columns, from 1 to 2000."""
     if not _WHOLE.fullmatch(value) or not 0 < int(value) <= _MOST_COLUMNS:
-        raise BadParameter(f"Parameter {name} is {quote_text(value)}; give a whole number from 1 to {_MOST_COLUMNS}.")
+        raise BadParameterError(f"Parameter {name} is {quote_text(value)}; give a whole number from 1 to {_MOST_COLUMNS}.")
     return int(value)
 
 
-def read_one_of(choices: Iterable[str]) -> Callable[[str, str], str]:
+def make_choice_parser(choices: Iterable[str]) -> Callable[[str, str], str]:
     """Return a function that reads one of a few words."""
     known = tuple(choices)
 
     def read(name: str, value: str) -> str:
         if value not in known:
-            raise BadParameter(f"Parameter {name} is {quote_text(value)}; choose from {', '.join(known)}.")
+            raise BadParameterError(f"Parameter {name} is {quote_text(value)}; choose from {', '.join(known)}.")
         return value
 
     return read
 
 
-def read_some_of(choices: Iterable[str]) -> Callable[[str, str], list[str]]:
+def make_choices_parser(choices: Iterable[str]) -> Callable[[str, str], list[str]]:
     """Return a function that reads several words, separated by commas."""
-    one = read_one_of(choices)
+    one = make_choice_parser(choices)
 
     def read(name: str, value: str) -> list[str]:
         words = value.split(",", _MOST_METRICS)
         if len(words) > _MOST_METRICS or len(set(words)) < len(words):
-            raise BadParameter(f"Parameter {name} lists more than {_MOST_METRICS} names or a name twice; leave some out.")
+            raise BadParameterError(
+                f"Parameter {name} lists more than {_MOST_METRICS} names or a name twice; leave some out."
+            )
         return [one(name, word) for word in words]
 
     return read
@@ -162,7 +166,7 @@ class Route:
     """The parameters of an address, and the function that answers."""
 
     answer: Callable[..., Any]
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, RouteParameter]
 
     def answer_query(self, given: Iterable[tuple[str, str]]) -> Any:
         """Return the answer to a request with these parameters: bytes, or values for JSON.
@@ -189,7 +193,7 @@ def link(address: str = "http://localhost:6006", **state: object) -> str:
 HOSTS = "NEMO_FP8_DEBUG_HOSTS"
 
 
-def list_own_names(bound: str | None) -> frozenset[str]:
+def list_accepted_host_names(bound: str | None) -> frozenset[str]:
     """Return the host names that the tab accepts in requests, in addition to localhost and numeric addresses.
 
     These are the name that the server is bound to, the machine's name, and the names in `HOSTS`. An empty name in the result
@@ -204,13 +208,13 @@ def check_host(headers: Headers, names: Collection[str]) -> None:
     """Refuse a request for a foreign host name, because another site can let its own name resolve to this machine.
 
     Args:
-        names: the result of `list_own_names`.
+        names: the result of `list_accepted_host_names`.
 
     Raises:
         ForeignSiteError: the tab does not accept the name.
     """
     host = headers.get("Host", "")
-    if "*" not in names and not any(is_local(host, name) for name in {"localhost", *names} - {""}):
+    if "*" not in names and not any(names_this_server(host, name) for name in {"localhost", *names} - {""}):
         raise ForeignSiteError(
             f"The tab does not answer to the name {host[:80]!r}. If this name is the machine's, start TensorBoard with the "
             f"environment variable {HOSTS} set to this name."
@@ -231,7 +235,7 @@ def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
     only if `HOSTS` is set and the header contains one of `names`.
 
     Args:
-        names: the result of `list_own_names`.
+        names: the result of `list_accepted_host_names`.
 
     Raises:
         ForeignSiteError: the request comes from another site.
@@ -250,14 +254,14 @@ def check_origin(headers: Headers, names: Collection[str] = ()) -> None:
         raise ForeignSiteError("The request comes from a page of another origin; open the page's own address instead.")
 
 
-def is_local(host: str, bound: str) -> bool:
+def names_this_server(host: str, bound: str) -> bool:
     """Return True if a Host header names this server by localhost, a numeric address, or the name that it is bound to.
 
     If another site's name resolves to this machine, requests of its pages contain the other site's name in the header.
 
     Example:
-        >>> is_local("127.0.0.1:6006", "localhost"), is_local("example.com:6006", "localhost")
-        (True, False)
+        >>> [names_this_server(host, "localhost") for host in ("127.0.0.1:6006", "example.com:6006")]
+        [True, False]
     """
     name = _hostname(host) or ""
     return name in ("localhost", bound.lower()) or _is_address(name)
@@ -289,7 +293,7 @@ SCRIPT = Path(__file__).with_name("static") / "page.js"
 _AS_MODULE = b"export const render = () => fp8Debug(null, import.meta.url);\n"
 
 
-class PageScript:
+class CachedPageScript:
     """The page's script. Browsers cache the script until it changes."""
 
     def __init__(self, is_module: bool = False) -> None:
@@ -298,11 +302,11 @@ class PageScript:
             is_module: True for a module, which TensorBoard imports, False for a classic script.
         """
         self._more = _AS_MODULE if is_module else b""
-        self._packed: Cache[tuple[bytes, str]] = Cache(1)
+        self._packed: LRUCache[tuple[bytes, str]] = LRUCache(1)
 
     def __call__(self, request: Request) -> Response:
         """Return the script, or status 304 if it has not changed."""
-        packed, digest = self._packed.get(SCRIPT.stat().st_mtime_ns, self._pack)
+        packed, digest = self._packed.get_or_make(SCRIPT.stat().st_mtime_ns, self._pack)
         response = http_util.Respond(request, packed, "text/javascript", content_encoding="gzip")
         response.set_etag(digest)
         response.headers["Cache-Control"] = "no-cache"
@@ -314,11 +318,11 @@ class PageScript:
         return gzip.compress(content, mtime=0), hashlib.sha256(content).hexdigest()[:32]
 
 
-def build_wsgi(answer: Callable[[Request], Response], names: Collection[str] | None = None) -> Callable[..., Any]:
+def make_wsgi_application(answer: Callable[[Request], Response], names: Collection[str] | None = None) -> Callable[..., Any]:
     """Return a WSGI application around a function that answers requests. The answer to a refused request is a sentence.
 
     Args:
-        names: the result of `list_own_names`; None: the server checks the host name itself.
+        names: the result of `list_accepted_host_names`; None: the server checks the host name itself.
     """
 
     def application(environ: Any, start_response: Any) -> Any:
@@ -345,7 +349,7 @@ def build_wsgi(answer: Callable[[Request], Response], names: Collection[str] | N
     return application
 
 
-def answer_route(route: Route) -> Callable[[Request], Response]:
+def make_route_handler(route: Route) -> Callable[[Request], Response]:
     """Return a function that answers requests to a route."""
 
     def answer(request: Request) -> Response:

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.histogram import LAYOUTS, SIZES, Call, in_turns, reading, seconds, tensors_of
 from nemo_fp8_debug.kernels import count_histogram, quantization_sums
-from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 
@@ -39,14 +39,14 @@ BUDGET = 1.5
 #: number of values for timing the arithmetic, so large that the overhead of a call is negligible
 MANY = 1 << 24
 
-How = tuple[BlockRule, str, FloatFormat]
+How = tuple[BlockScalingRule, str, FloatFormat]
 
 
 def how(name: str, role: str) -> How:
     """Return the rule, the role and the format of an operand under a recipe."""
     recipe = parse_recipe(name)
-    assert isinstance(recipe.scaling, BlockRule)
-    return recipe.scaling, role, recipe.format_of(role)
+    assert isinstance(recipe.scaling, BlockScalingRule)
+    return recipe.scaling, role, recipe.get_format(role)
 
 
 def plain_ratio(by: How, threads: int) -> float:
@@ -73,7 +73,7 @@ def arithmetic(by: How) -> Call:
 
 def call(by: How) -> Call:
     """Return a function that ignores its argument and measures a single block."""
-    high, wide = by[0].block(by[1])
+    high, wide = by[0].get_block_shape(by[1])
     x = torch.randn(high, min(wide, 4096)).bfloat16()
     counted = count_histogram(x)
     return lambda _: quantization_sums(x, *by, counted)

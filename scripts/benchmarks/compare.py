@@ -21,7 +21,7 @@ import numpy as np
 from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.numerics.metric_names import METRICS
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 USUAL = {"underflow_pct": 0.3, "overflow_pct": 0.001, "relative_error": 0.027, "mse": 1e-5, "amax": 4.0, "outlier_log2": 4.0}
@@ -50,7 +50,7 @@ def write(run: Path, tensors: int, steps: int, seed: int, harmed: bool) -> None:
     names = [f"decoder.layers.{i // 4}.{KINDS[i % 4]}" for i in range(-(-tensors // len(SHOWN_AS)))]
     keys = [(name, role) for name in names for role in SHOWN_AS][:tensors]
     off = np.array([name.endswith("0.mlp.linear_fc2") and role == "input" for name, role in keys])
-    record = RunRecord(run)
+    record = RunRecordWriter(run)
     record.open({"recipe": {"measured_against": "delayed-hybrid"}})
     for i in range(steps):
         grown = np.where(off & harmed & (i > steps / 2), 100.0, 1.0)

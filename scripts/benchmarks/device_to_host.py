@@ -74,7 +74,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 def find_sums(histograms: Sequence[Histogram], scales: int) -> None:
     """Compute moments, and sums under a number of scales."""
     found = Histograms([Histogram(of.dtype, of.counts) for of in histograms])
-    _ = found.moments
+    _ = found.value_moments
     for i in range(scales):
         found.quantization_sums(torch.full((len(histograms),), 2.0**i), [E4M3] * len(histograms))
 
@@ -86,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     host = [count_histogram((1 + i) * torch.randn(VALUES).bfloat16()) for i in range(n)]
-    bins = sum(len(of.occupied[0]) for of in host)
+    bins = sum(len(of.occupied_bins[0]) for of in host)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     away = [Histogram(of.dtype, of.counts.to(device)) for of in host]
     print(

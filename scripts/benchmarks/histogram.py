@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from nemo_fp8_debug.kernels import count_histogram
-from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
+from nemo_fp8_debug.kernels.cpu.histogram import count_bit_patterns
 from nemo_fp8_debug.kernels.cpu.histograms import Histograms
 from nemo_fp8_debug.kernels.memory import view_bits
 from nemo_fp8_debug.numerics import metrics
@@ -95,14 +95,14 @@ def reading(x: torch.Tensor) -> None:
 
 def one_row(x: torch.Tensor) -> None:
     """Count as many values as `x` has, but take all rows from a copy of the first row without gaps."""
-    count_patterns(view_bits(x[:1].contiguous().expand(x.shape)), np.zeros(BINS, np.int64), torch.get_num_threads())
+    count_bit_patterns(view_bits(x[:1].contiguous().expand(x.shape)), np.zeros(BINS, np.int64), torch.get_num_threads())
 
 
 def update_ns(threads: int, spread: bool = False) -> float:
     """Return the time to count a value without waiting for memory: one counter update, with all values in a close cache."""
     patterns = values(1 << 15, spread).view(torch.int16).numpy().view(np.uint16)
     counts = np.zeros(BINS, np.int64)
-    best = min(seconds(lambda: [count_patterns(patterns, counts, 1) for _ in range(32)]) for _ in range(80))
+    best = min(seconds(lambda: [count_bit_patterns(patterns, counts, 1) for _ in range(32)]) for _ in range(80))
     return 1e9 * best / (32 * patterns.size) / threads
 
 
@@ -116,7 +116,9 @@ def metrics_of_500_histograms() -> float:
         histograms = Histograms(counted)
         for scale, fmt in scalings:
             scales = torch.full((500,), scale)
-            metrics.compute_metrics(histograms.moments, histograms.quantization_sums(scales, [fmt] * 500), scales, scales)
+            metrics.compute_metrics(
+                histograms.value_moments, histograms.quantization_sums(scales, [fmt] * 500), scales, scales
+            )
         return time.perf_counter() - start
 
     return min(once(), once())  # the first call compiles

@@ -33,9 +33,9 @@ import pyarrow.parquet as pq
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.record import parquet
 from nemo_fp8_debug.record.merging import LARGEST
-from nemo_fp8_debug.record.reader import read_fingerprint, read_table
-from nemo_fp8_debug.record.schema import SCHEMAS, Part, arrow_schema
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.reader import read_fingerprint, read_table_rows
+from nemo_fp8_debug.record.schema import SCHEMAS, Part, make_arrow_schema
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 REAL = Path(__file__).parents[1] / "validation" / "main_job" / "records" / "baseline" / "fp8_debug"
 GEMMS = ("gate_proj", "up_proj", "down_proj")
@@ -100,7 +100,7 @@ def write_both(folder: Path, layers: int, experts: int, steps: int) -> None:
 def write(run: Path, layers: int, experts: int, steps: int, harmed: bool) -> None:
     """Write the record of one run."""
     of_run = Courses(keys(layers, experts), seed=int(harmed), harmed=harmed, layers=layers, steps=steps)
-    record = RunRecord(run)
+    record = RunRecordWriter(run)
     fingerprint = {**read_fingerprint(REAL), "attempt": 0}
     record.open({name: value for name, value in fingerprint.items() if name not in ("schema_version", "attempt")})
     waiting: list[pa.Table] = []
@@ -119,9 +119,9 @@ def write(run: Path, layers: int, experts: int, steps: int, harmed: bool) -> Non
 
 def write_merged(run: Path, table: str, tables: list[pa.Table]) -> None:
     """Write a merged part, as `merging` does."""
-    content, checksum = parquet.encode_all(arrow_schema(table), tables)
+    content, checksum = parquet.encode_parquet_tables(make_arrow_schema(table), tables)
     first, last = (tables[i]["step"][0].as_py() for i in (0, -1))
-    (run / Part.from_steps(table, 0, first, last, checksum).path).write_bytes(content)
+    (run / Part.make_part_name(table, 0, first, last, checksum).path).write_bytes(content)
 
 
 class Courses:
@@ -134,7 +134,7 @@ class Courses:
         self._steps = steps
         self._culprit = keys.index((CULPRIT[0].format(layers // 2), CULPRIT[1]))
         self._layers = layers
-        real = read_table(REAL, "metrics")
+        real = read_table_rows(REAL, "metrics")
         tensors = real.group_by("layer", "role", maintain_order=True).agg(pl.all())
         roles = [role for _, role in keys]
         of_role = {role: np.flatnonzero((tensors["role"] == role).to_numpy()) for role in ROLES}
@@ -171,7 +171,7 @@ class Courses:
             columns[name] = self._possible(name, values[self._real, at] * noise * (self._factor if name in _SCALED else 1.0))
         if i >= self._harmed_from:
             self._harm(columns)
-        schema = arrow_schema("metrics")
+        schema = make_arrow_schema("metrics")
         return pa.table([_array(columns.get(field.name), field.type, n) for field in schema], schema=schema)
 
     def _possible(self, name: str, values: Any) -> Any:
@@ -189,7 +189,7 @@ class Courses:
 
     def histograms(self, i: int) -> pa.Table:
         """Return the histograms of a sampled step, one for each layer."""
-        n, schema = self._layers, arrow_schema("histograms")
+        n, schema = self._layers, make_arrow_schema("histograms")
         bins = np.arange(14_000, 16_000, dtype=np.uint16)
         columns = {
             "attempt": np.zeros(n, np.int32),
@@ -286,9 +286,9 @@ def seconds_of(address: str) -> float:
 
 def bytes_of_real_rows() -> float:
     """Return the bytes of a row of the real run, if its parts are merged as by the writer."""
-    schema = arrow_schema("metrics")
+    schema = make_arrow_schema("metrics")
     rows = pa.concat_tables(pq.read_table(path).cast(schema) for path in sorted((REAL / "metrics").iterdir()))
-    return len(parquet.encode_all(schema, [rows])[0]) / len(rows)
+    return len(parquet.encode_parquet_tables(schema, [rows])[0]) / len(rows)
 
 
 def run_alone(program: str, folder: Path) -> tuple[float, float, str]:

@@ -35,7 +35,7 @@ class Last:
 
     def record(self, sample: Sample) -> None:
         """Keep the errors of a sample."""
-        columns = (sample.table("outputs")[name] for name in ("layer", "product", "relative_error"))
+        columns = (sample.get_table("outputs")[name] for name in ("layer", "product", "relative_error"))
         self.errors = {(layer, product): error for layer, product, error in zip(*columns, strict=True)}
 
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
+from nemo_fp8_debug.record.storage import FolderStorage
 
 SUMS = ("underflow_pct", "relative_error", "amax")
 COLUMNS = ("scale", "underflow_pct", "cosine")
@@ -57,7 +57,7 @@ def main() -> None:
         with s3():
             address = new_address()
             for path in filter(Path.is_file, Path(options.run).rglob("*")):
-                Storage(address).write(str(path.relative_to(options.run)), path.read_bytes())
+                FolderStorage(address).replace_file(str(path.relative_to(options.run)), path.read_bytes())
             found = measure(address, "S3")
     elif options.damage:
         with tempfile.TemporaryDirectory() as folder:
@@ -97,9 +97,9 @@ def measure(run: str, what: str) -> dict[str, Any]:
 
 
 def rows_in(run: str) -> int:
-    from nemo_fp8_debug.record.parts import count_rows
+    from nemo_fp8_debug.record.parts import count_table_rows
 
-    return count_rows(run, "metrics")
+    return count_table_rows(run, "metrics")
 
 
 def run_alone(run: str, engine: str, query: str) -> tuple[float, float, Any]:
@@ -124,8 +124,8 @@ def digest_of(found: pl.DataFrame) -> dict[str, str]:
 
 def parts(run: str) -> list[str]:
     """Return the addresses of all parts with rows that count."""
-    metrics = Metrics.read(Storage(run), held=0)
-    storage = Storage(run)
+    metrics = MetricsTable.read(FolderStorage(run), held=0)
+    storage = FolderStorage(run)
     return [f"{storage}/{part.path}" for part, _ in metrics._source._parts]  # type: ignore[attr-defined]
 
 
@@ -133,12 +133,12 @@ def parts(run: str) -> list[str]:
 
 
 def ours_extremes(run: str) -> pl.DataFrame:
-    metrics = Metrics.read(Storage(run), held=0)
+    metrics = MetricsTable.read(FolderStorage(run), held=0)
     shape = len(SUMS), len(metrics.tensors)
     sums, lows, highs = np.zeros(shape), np.full(shape, np.inf), np.full(shape, -np.inf)
-    for chunk in metrics.chunks(SUMS):
+    for chunk in metrics.read_chunks(SUMS):
         values = chunk.rows.select(SUMS).to_numpy().T
-        for _, here, operands in chunk.spans():
+        for _, here, operands in chunk.split_by_step():
             sums[:, operands] += values[:, here]
             lows[:, operands] = np.minimum(lows[:, operands], values[:, here])
             highs[:, operands] = np.maximum(highs[:, operands], values[:, here])
@@ -149,17 +149,17 @@ def ours_extremes(run: str) -> pl.DataFrame:
 
 
 def ours_columns(run: str) -> pl.DataFrame:
-    metrics = Metrics.read(Storage(run), held=0)
+    metrics = MetricsTable.read(FolderStorage(run), held=0)
     prefix = SOME.rstrip("%")
     some = metrics.tensors.filter(pl.col("layer").str.starts_with(prefix))
-    return metrics.select_tensors(some).frame(COLUMNS).sort("step", *KEY)
+    return metrics.select_tensors(some).read_all_rows(COLUMNS).sort("step", *KEY)
 
 
 def ours_medians(run: str) -> pl.DataFrame:
     from nemo_fp8_debug.analysis.runs.blocks import map_tensor_chunks
 
-    metrics = Metrics.read(Storage(run), held=0)
-    medians = np.concatenate(map_tensor_chunks(lambda grid: np.median(grid.metric("relative_error"), axis=1), metrics))
+    metrics = MetricsTable.read(FolderStorage(run), held=0)
+    medians = np.concatenate(map_tensor_chunks(lambda grid: np.median(grid.read_metric("relative_error"), axis=1), metrics))
     return metrics.tensors.with_columns(median=medians).sort(KEY)
 
 

@@ -24,8 +24,8 @@ from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics.metric_names import METRICS
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
@@ -47,7 +47,7 @@ def write(run: Path, tensors: int, steps: int, counted: int) -> None:
     names = [f"decoder.layers.{i // 4}.{KINDS[i % 4]}" for i in range(-(-tensors // 3))]
     keys = [(name, role) for name in names for role in ROLES][:tensors]
     histograms = histogram_columns(keys, random)
-    record = RunRecord(run)
+    record = RunRecordWriter(run)
     record.open({})
     took: dict[bool, list[float]] = {False: [], True: []}
     for step in range(steps):
@@ -56,7 +56,7 @@ def write(run: Path, tensors: int, steps: int, counted: int) -> None:
         started = time.perf_counter()
         record.record(sample)
         record.record_steps({100 * step + i: {"loss": random.normal(), "time": time.time()} for i in range(100)})
-        took[bool(sample.table("histograms"))].append(time.perf_counter() - started)
+        took[bool(sample.get_table("histograms"))].append(time.perf_counter() - started)
     print(f"{tensors} tensors x {steps} sampled steps")
     for with_histograms, times in took.items():
         if times:
@@ -98,12 +98,12 @@ def histogram_columns(keys: list[tuple[str, str]], random: np.random.Generator) 
 
 def read(run: Path, steps: int) -> None:
     layer = {"layer": "decoder.layers.7.mlp.linear_fc2", "role": "input"}
-    timed("one metric of one tensor over all steps", lambda: read_table(run, "metrics", ["step", "mse"], layer))
+    timed("one metric of one tensor over all steps", lambda: read_table_rows(run, "metrics", ["step", "mse"], layer))
     for step in (1, steps - 1):
-        timed(f"all metrics at step {step}", lambda step=step: read_table(run, "metrics", where={"step": step}))
-    timed("all histograms at the last step", lambda: read_table(run, "histograms", where={"step": steps - 1}))
-    timed("all losses", lambda: read_table(run, "steps", ["step", "loss"]))
-    timed("all metrics of all steps", lambda: read_table(run, "metrics"))
+        timed(f"all metrics at step {step}", lambda step=step: read_table_rows(run, "metrics", where={"step": step}))
+    timed("all histograms at the last step", lambda: read_table_rows(run, "histograms", where={"step": steps - 1}))
+    timed("all losses", lambda: read_table_rows(run, "steps", ["step", "loss"]))
+    timed("all metrics of all steps", lambda: read_table_rows(run, "metrics"))
 
 
 def timed(what: str, call: Callable[[], Any]) -> None:

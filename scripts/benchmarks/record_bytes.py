@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.record.merging import compact
+from nemo_fp8_debug.record.merging import compact_record
 
 WIDTH, EXPERTS, LAYERS = 256, 8, 4
 #: options that record every table that grows with the number of samples
@@ -62,7 +62,7 @@ def main() -> None:
     for name, options in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             train(Path(folder), steps, options)
-            done = compact(folder)
+            done = compact_record(folder)
         print(name)
         for table, size in done.after.items():
             before = done.before[table].bytes

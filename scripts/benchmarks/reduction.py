@@ -23,16 +23,16 @@ import torch
 import torch.distributed as dist
 from many_ranks.processes import forked, free_port, prepare, statuses, temporary_folder
 
-from nemo_fp8_debug.capture.operand_stats import Cast, OperandStats
+from nemo_fp8_debug.capture.operand_stats import CastDescription, OperandStats
 from nemo_fp8_debug.core.keys import ROLES
-from nemo_fp8_debug.core.observation import SamplePlan
-from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
+from nemo_fp8_debug.core.observation import AgreedSampleSettings
+from nemo_fp8_debug.distributed import MonitoredRanks, ShardGroup, ShardGroupReduction
 from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics.histogram import BINS
 from nemo_fp8_debug.observations.operands.tensors import TensorObservation
 
 VALUES, KINDS = 1 << 16, 24
-CAST = Cast("current-HYBRID", "E4M3", "current", "bfloat16")
+CAST = CastDescription("current-HYBRID", "E4M3", "current", "bfloat16")
 
 
 class Counted(dist.ProcessGroupGloo):
@@ -87,7 +87,7 @@ class Operands(TensorObservation):
     name = "operands"
 
 
-def tensors_of(names: list[str], ranks: Ranks) -> Operands:
+def tensors_of(names: list[str], ranks: MonitoredRanks) -> Operands:
     return Operands({(name, role): "linear" for name in names for role in ROLES}, ranks)
 
 
@@ -104,28 +104,28 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
     dist.ProcessGroupGloo = Counted
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     names = [f"decoder.layers.{i}.mlp.linear_fc{i % 2 + 1}" for i in range(-(-n // len(ROLES)))]
-    ranks, kinds = Ranks(), dict.fromkeys(names, "linear")
+    ranks, kinds = MonitoredRanks(), dict.fromkeys(names, "linear")
     ShardGroup.publish_gemm_names(ranks, kinds)
-    ranks.start({})
-    group = ShardGroup.discover(ranks, kinds)
-    reduction, rows = Reduction(ranks, group, [tensors_of(names, ranks)]), bytes(ROWS * n)
+    ranks.await_all_monitors({})
+    group = ShardGroup.find_shard_group(ranks, kinds)
+    reduction, rows = ShardGroupReduction(ranks, group, [tensors_of(names, ranks)]), bytes(ROWS * n)
     assert group.group
-    group.group.gather(b"")  # ranks connect to the first rank with their first message
+    group.group.gather_to_first_rank(b"")  # ranks connect to the first rank with their first message
     ranks.broadcast_value({})
     times: dict[str, list[float]] = {}
     before, peaks = memory("VmRSS"), []
     for step in range(rounds):
         forget_peak()
-        mine, plan, Counted.asked = stats(rank, names, n), SamplePlan(step), []
+        mine, plan, Counted.asked = stats(rank, names, n), AgreedSampleSettings(step), []
         found: list[Any] = []
 
-        def pack(plan: SamplePlan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
-            found.append(reduction.pack(plan, {"operands": mine}, [s.key for s in mine]))
+        def pack(plan: AgreedSampleSettings = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
+            found.append(reduction.pack_results(plan, {"operands": mine}, [s.key for s in mine]))
             mine.clear()
 
         times.setdefault("packing", []).append(seconds(pack))
         times.setdefault("reducing", []).append(
-            seconds(lambda plan=plan, found=found: found.append(reduction.reduce(plan, found[0])))
+            seconds(lambda plan=plan, found=found: found.append(reduction.reduce_over_ranks(plan, found[0])))
         )
         peaks.append(memory("VmHWM") - before)
         asked = Counted.asked
@@ -134,7 +134,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
         check(found[1], rank, world, n)
         found.clear()
         times.setdefault("message", []).append(seconds(lambda: ranks.broadcast_value({"over": False, "control": None})))
-        times.setdefault("gathering", []).append(seconds(lambda: group.group.gather(rows)))
+        times.setdefault("gathering", []).append(seconds(lambda: group.group.gather_to_first_rank(rows)))
         dist.barrier()  # no rank prepares the next round while the first rank still gathers
         if alone:
             continue

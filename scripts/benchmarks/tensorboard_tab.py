@@ -30,7 +30,7 @@ from benchmarks.compare import INTERVAL, KINDS, USUAL, possible
 from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.merging import MERGED
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 from nemo_fp8_debug.tensorboard_plugin.web import link
 
 RUNS = ("baseline", "bad", "reference")
@@ -91,7 +91,7 @@ def write(run: Path, tensors: int, steps: int, seed: int, harmed: bool) -> None:
     random = np.random.default_rng(seed)
     names = [f"decoder.layers.{i // 4}.{KINDS[i % 4]}" for i in range(-(-tensors // len(SHOWN_AS)))]
     keys = [(name, role) for name in names for role in SHOWN_AS][:tensors]
-    record = RunRecord(run)
+    record = RunRecordWriter(run)
     record.open({"recipe": {"measured_against": "delayed-hybrid"}})
     for first in range(0, steps, MERGED):
         samples = np.arange(first, min(first + MERGED, steps))

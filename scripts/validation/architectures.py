@@ -199,7 +199,7 @@ class Layers(Recorder):
 
     def record(self, sample: Any) -> None:
         """Keep those of a sample; what experts have together is no layer."""
-        self.found |= {name for name in sample.columns["layer"] if "*" not in name}
+        self.found |= {name for name in sample.operand_columns["layer"] if "*" not in name}
 
 
 def seed(number: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from nemo_fp8_debug.tensorboard_plugin.page.server import bind_server
+from nemo_fp8_debug.tensorboard_plugin.page.server import make_bound_server
 from nemo_fp8_debug.tensorboard_plugin.records.logdir import name_roots
 from nemo_fp8_debug.tensorboard_plugin.web import link
 
@@ -49,7 +49,7 @@ def tensorboard(*arguments: object) -> Iterator[str]:
 @contextlib.contextmanager
 def serving(*folders: object) -> Iterator[str]:
     """The address of the page of the runs below `folders`, as `nemo-fp8-debug view` serves it, from a thread."""
-    with bind_server(name_roots(list(map(str, folders))), "127.0.0.1", 0) as started:
+    with make_bound_server(name_roots(list(map(str, folders))), "127.0.0.1", 0) as started:
         thread = threading.Thread(target=started.serve_forever)
         thread.start()
         try:

@@ -29,7 +29,7 @@ from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose_comparison
 from nemo_fp8_debug.analysis.runs.cluster import DASK, on_cluster
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.analysis.story.summary import to_json
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison
 from nemo_fp8_debug.core.threads import limit_cores
 
 RESULTS = Path(__file__).with_suffix(".json")
@@ -64,7 +64,7 @@ def timed(folder: Path, address: str | None) -> tuple[float, str]:
         began = time.perf_counter()
         found = diagnose_comparison(compare(folder / "bad", folder / "baseline"))
         assert found.comparison is not None
-        told = [to_json(found.comparison), found.to_json(), story(found)]
+        told = [serialize_comparison(found.comparison), found.to_json(), story(found)]
         seconds = time.perf_counter() - began
     return round(seconds, 1), hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
 

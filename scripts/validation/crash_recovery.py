@@ -32,9 +32,9 @@ import torch
 
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
-from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
+from nemo_fp8_debug.record.reader import find_record, read_fingerprint, read_table_rows
 from nemo_fp8_debug.record.schema import STATUS, Part
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.storage import FolderStorage
 
 #: seconds that a run lives, at the most
 LIFE = 0.9
@@ -81,8 +81,10 @@ class Torture:
         whole = self.folder / "reference"
         whole.mkdir()
         self.wait_for(self.start(whole))
-        self.reference = {table: read_table(whole / "run", table) for table in TABLES}
-        self.reference_dumps = {key(Storage(whole / "run"), name): name for *_, name in dumped_files(Storage(whole / "run"))}
+        self.reference = {table: read_table_rows(whole / "run", table) for table in TABLES}
+        self.reference_dumps = {
+            key(FolderStorage(whole / "run"), name): name for *_, name in dumped_files(FolderStorage(whole / "run"))
+        }
 
     def start(self, folder: Path, says: Connection | None = None) -> Any:
         process = self.processes.Process(target=crashing_run.train, args=(folder, self.length, says))
@@ -140,13 +142,13 @@ class Torture:
         """All that was said to be recorded is there, once, and as it should be."""
         if not (run.folder / "attempt-0.json").exists():
             return
-        storage = find_run(run.folder)
+        storage = find_record(run.folder)
         self.count_remains(run)
         read_fingerprint(storage)
-        if STATUS in storage.names():
-            json.loads(storage.read(STATUS))
+        if STATUS in storage.list_names():
+            json.loads(storage.read_file(STATUS))
         for table in TABLES:
-            rows = read_table(storage, table)
+            rows = read_table_rows(storage, table)
             self.check_rows(table, rows, run)
             if table == "metrics":
                 self.found["samples lost in flight"] += len(run.in_flight - set(rows.select("attempt", "step").iter_rows()))
@@ -166,14 +168,16 @@ class Torture:
             fail(run, f"{table}: the rows are not those of a run without interruption\n{mine}\n{expected}")
         self.found["rows compared"] += len(mine)
 
-    def check_dumps(self, storage: Storage, run: Watched) -> None:
+    def check_dumps(self, storage: FolderStorage, run: Watched) -> None:
         there: Counter[tuple[int, int]] = Counter()
         for attempt, step, _, name in dumped_files(storage):
             there[attempt, step] += 1
             if name in run.dumps_read:
                 continue
             _, tensors = read_dump(storage, name)
-            _, expected = read_dump(Storage(self.folder / "reference" / "run"), self.reference_dumps[key(storage, name)])
+            _, expected = read_dump(
+                FolderStorage(self.folder / "reference" / "run"), self.reference_dumps[key(storage, name)]
+            )
             if any(not torch.equal(tensors[part].float(), expected[part].float()) for part in expected):
                 fail(run, f"{name} is not what a run without interruption dumps")
             run.dumps_read.add(name)
@@ -251,7 +255,7 @@ def names(folder: Path) -> set[str]:
         return set()
 
 
-def key(storage: Storage, name: str) -> tuple[Any, ...]:
+def key(storage: FolderStorage, name: str) -> tuple[Any, ...]:
     """What a dump is, whatever attempt wrote it."""
     about, _ = read_dump(storage, name)
     return about.step, about.layer, about.role, about.call

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
+from nemo_fp8_debug.kernels.cpu.histogram import count_bit_patterns
 from nemo_fp8_debug.record import merging
 from nemo_fp8_debug.record.reader import read_fingerprint
 
 # Compiled once, and not in each run that is forked.
-count_patterns(np.zeros(8, np.uint16), np.zeros(1 << 15, np.int64), threads=1)
+count_bit_patterns(np.zeros(8, np.uint16), np.zeros(1 << 15, np.int64), threads=1)
 
 #: parts merged into one; low, so that kills hit merging
 MERGED = 4

@@ -18,9 +18,9 @@ from numba.np.numpy_support import as_dtype
 
 from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.kernels.cuda import blocks, float32, histogram, sums
-from nemo_fp8_debug.numerics.block_scaling import BlockRule, compute_block_scales
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule, compute_block_scales
 from nemo_fp8_debug.numerics.formats import FloatFormat
-from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums
+from nemo_fp8_debug.numerics.metrics import QuantizationSums, ValueMoments
 
 Grid = tuple[int, int]
 
@@ -49,21 +49,21 @@ def count(values: npt.NDArray[np.uint16], infinity: int, counts: npt.NDArray[np.
     """Add to `counts` how often each magnitude pattern occurs."""
     head, body = histogram.words_of(values.ctypes.data, len(values))
     words = values[head : head + 4 * body].view(np.uint64)
-    histogram.launch(values, words, (head, body), infinity, counts, grid)
+    histogram.launch_histogram_kernel(values, words, (head, body), infinity, counts, grid)
 
 
-def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: Grid) -> QuantizationSums:
+def block_sums(x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, grid: Grid) -> QuantizationSums:
     """The sums of a matrix of 16-bit values under the scales of its blocks."""
     patterns, out = bits(x), np.full(grid[0] * sums.SUMS, np.nan)
     words = patterns.view(np.uint64) if blocks.whole_words(x.data_ptr(), x.shape[1]) else np.zeros(0, np.uint64)
     whole = blocks.amax_of_histogram(count_histogram(x)) if rule.two_level else torch.zeros(())
     _, scale, scale_inv = compute_block_scales(rule, whole, fmt, x.dtype)
-    known = blocks.arguments(x.shape, rule.block(role), x.dtype, fmt)
-    blocks.launch(patterns, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)
-    return sums.total(torch.from_numpy(out).view(grid[0], -1))
+    known = blocks.make_kernel_arguments(x.shape, rule.get_block_shape(role), x.dtype, fmt)
+    blocks.launch_block_kernel(patterns, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)
+    return sums.sum_part_rows(torch.from_numpy(out).view(grid[0], -1))
 
 
-def float32_moments(x: torch.Tensor, grid: Grid) -> Moments:
+def float32_moments(x: torch.Tensor, grid: Grid) -> ValueMoments:
     """The moments of a float32 tensor."""
     out = np.full(grid[0] * (float32.MOMENTS + 2), np.nan)
     float32.launch_moments(_bits32(x), out, grid)
@@ -74,7 +74,7 @@ def float32_sums(x: torch.Tensor, scale: float, fmt: FloatFormat, grid: Grid) ->
     """The sums of a float32 tensor under one scale."""
     out = np.full(grid[0] * sums.SUMS, np.nan)
     float32.launch_sums(_bits32(x), np.array([scale], np.float32), fmt, out, grid)
-    return sums.total(torch.from_numpy(out).view(grid[0], -1))
+    return sums.sum_part_rows(torch.from_numpy(out).view(grid[0], -1))
 
 
 def _bits32(x: torch.Tensor) -> npt.NDArray[np.uint32]:

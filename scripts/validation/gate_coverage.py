@@ -21,8 +21,8 @@ from fault_injection.judge import baseline_of
 from fault_injection.records import read_run, truths
 from scipy.special import stdtrit
 
-from nemo_fp8_debug.analysis.loss.curve import LossCurve, running_median
-from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, Gate, gate
+from nemo_fp8_debug.analysis.loss.curve import LossCurve, compute_running_median
+from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, LossGate, gate
 
 Floats = npt.NDArray[np.float64]
 
@@ -54,7 +54,7 @@ def noises(kind: str) -> list[Noise]:
 
 def _scatter(told: dict[str, object]) -> Floats:
     losses = read_run(told).loss.losses[_WARM_UP:]
-    relative = losses / running_median(losses, _HALF) - 1
+    relative = losses / compute_running_median(losses, _HALF) - 1
     result: Floats = relative - relative.mean()
     return result
 
@@ -90,8 +90,8 @@ def measured(kind: str, each: int) -> Iterator[dict[str, float | int | str | boo
                 yield {"kind": kind, "n": n, "gap": gap} | _row(found, gap)
 
 
-def _row(found: Gate, gap: float) -> dict[str, float | str | bool]:
-    low, high = found.gaps[0].interval()
+def _row(found: LossGate, gap: float) -> dict[str, float | str | bool]:
+    low, high = found.gaps[0].compute_confidence_interval()
     decided = found.error * float(stdtrit(found.freedom, 1 - ERROR) + stdtrit(found.freedom, _DECIDED))
     return {"outcome": found.outcome, "held": low <= gap <= high, "decided": decided}
 

@@ -35,7 +35,7 @@ from torch import nn
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.distributed import patience
 from nemo_fp8_debug.kernels import count_histogram
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 INTERVAL, PORT = 5, 29600
 #: seconds of a step, and those after which a call of the monitor counts as a wait
@@ -239,7 +239,7 @@ def fail(case: Case, network: Hosts, board: Board, processes: dict[int, int], la
 
 def recorded(run: Path) -> dict[str, Any]:
     """Steps of the record, and of how many ranks its rows are made."""
-    rows = list(read_table(find_run(run), "metrics", ["step", "role", "ranks", "ranks_missing"]).rows())
+    rows = list(read_table_rows(find_record(run), "metrics", ["step", "role", "ranks", "ranks_missing"]).rows())
     return {"steps": sorted({row[0] for row in rows}), "ranks": sorted({tuple(row[1:]) for row in rows})}
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import Monitor, read_record, replay
-from nemo_fp8_debug.analysis.replay.replay import add_to_record
+from nemo_fp8_debug.analysis.replay.replay import write_replayed_rows
 from nemo_fp8_debug.record import merging
 from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.record.views import sql_views
@@ -90,7 +90,7 @@ def train_in_attempts(run: Path) -> None:
         train(run, range(first, last))
         small |= {path: path.read_bytes() for path in run.glob("*/*.parquet")}
     for recipe in ("current-e4m3", "current-e5m2", "current-e4m3"):
-        add_to_record(run, replay(run, recipe))
+        write_replayed_rows(run, replay(run, recipe))
     for path, content in small.items():
         path.write_bytes(content)
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torchao.float8 import Float8LinearConfig
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -67,10 +67,10 @@ def test_losses_and_weights_are_bit_identical_and_a_sample_is_an_optimizer_step(
     watched_losses, watched_weights = train(tmp_path, accumulate)
     assert len(losses) == 4 and watched_losses == losses
     assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
-    metrics = read_table(find_run(tmp_path), "metrics")
+    metrics = read_table_rows(find_record(tmp_path), "metrics")
     assert metrics["step"].unique().to_list() == [0, 2]
     assert (metrics.filter(role="input")["calls"] == accumulate).all()
-    steps = read_table(find_run(tmp_path), "steps")
+    steps = read_table_rows(find_record(tmp_path), "steps")
     assert steps["loss"].to_list() == losses
     assert steps["grad_scale"].to_list() == [float(torch.tensor(1.0) / accumulate), None] * 2
 
@@ -82,7 +82,7 @@ def test_its_torchao_backend_is_read_layer_by_layer(tmp_path: Path) -> None:
     watched_losses, watched_weights = train(tmp_path, 2, **options)
     assert watched_losses == losses
     assert all(map(torch.equal, weights, watched_weights))
-    metrics = read_table(find_run(tmp_path), "metrics")
+    metrics = read_table_rows(find_record(tmp_path), "metrics")
     cast = metrics.filter(scale_source="engine")
     # The first and the last linear layer stay in high precision.
     assert set(metrics["layer"]) - set(cast["layer"]) == {"layers.0.qkv", "output_layer"}
@@ -101,12 +101,12 @@ def test_the_recipe_on_two_processes(tmp_path: Path) -> None:
     done = finished(*command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"The record is in {tmp_path}" in done.stdout
-    metrics = read_table(find_run(tmp_path), "metrics")
+    metrics = read_table_rows(find_record(tmp_path), "metrics")
     assert metrics["step"].unique().to_list() == [0, 2]
     assert (metrics.filter(role="input")["calls"] == 2).all()
     assert (metrics.filter(layer="layers.1.qkv")["scale_source"] == "engine").all()
     assert "layers.0.qkv" in metrics["layer"]  # and not module.layers.0.qkv, as DistributedDataParallel has it
     assert len(list(tmp_path.glob("attempt-*.json"))) == 1
-    steps = read_table(find_run(tmp_path), "steps")
+    steps = read_table_rows(find_record(tmp_path), "steps")
     assert steps["grad_scale"].to_list() == [0.5, None] * 2
     assert steps["loss"][0] == pytest.approx(math.log(VOCABULARY), rel=0.1)

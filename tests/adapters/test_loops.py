@@ -19,7 +19,7 @@ from text_windows import VOCABULARY
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
 from nemo_fp8_debug.adapters.megatron import FP8DebugForwardStep
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 #: the loss of a model that has learned nothing: all tokens are as likely
@@ -35,12 +35,12 @@ def test_recipes_run_and_say_where_the_record_is(tmp_path: Path, recipe: str, st
     command = [sys.executable, "-W", "ignore", str(RECIPES / f"{recipe}.py"), "--output", str(tmp_path)]
     done = finished(*command, "--steps", "4", "--interval", "2")
     assert done.returncode == 0, done.stderr[-3000:]
-    run = find_run(tmp_path)
+    run = find_record(tmp_path)
     assert f"The record is in {run};" in done.stdout
-    metrics = read_table(run, "metrics")
+    metrics = read_table_rows(run, "metrics")
     assert metrics["step"].unique().to_list() == steps
     assert set(metrics["role"]) == {"input", "weight", "grad_output"}
-    losses = read_table(run, "steps")["loss"]
+    losses = read_table_rows(run, "steps")["loss"]
     assert len(losses) == 4 and losses[3] < losses[0]
     assert losses[0] == pytest.approx(UNTRAINED, rel=0.1)
 
@@ -49,9 +49,9 @@ def test_nemo_recipe_trains_on_a_cpu(tmp_path: Path) -> None:
     """Without what tests set: the command of its docstring compiles nothing."""
     output = ("--output", tmp_path, "--steps", "2", "--interval", "1")
     run_script(RECIPES / "nemo_gpt.py", "baseline", *output, TORCHDYNAMO_DISABLE=None)
-    run = find_run(tmp_path / "baseline")
-    assert read_table(run, "metrics")["step"].unique().to_list() == [0, 1]
-    losses = read_table(run, "steps")["loss"]
+    run = find_record(tmp_path / "baseline")
+    assert read_table_rows(run, "metrics")["step"].unique().to_list() == [0, 1]
+    losses = read_table_rows(run, "steps")["loss"]
     assert len(losses) == 2 and losses[0] == pytest.approx(UNTRAINED, rel=0.1)
 
 
@@ -127,11 +127,11 @@ def test_megatron_lm_forward_step(megatron: None, args: SimpleNamespace, tmp_pat
     assert len(losses) == 15 and watched == losses
     assert [step for step, row in sorted(kept.rows.items()) if "fp8/nan_count" in row] == [2, 4]
     assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
-    metrics = read_table(find_run(tmp_path), "metrics")
+    metrics = read_table_rows(find_record(tmp_path), "metrics")
     assert metrics["step"].unique().to_list() == [2, 4]  # as Megatron-LM counts, from 1
     assert (metrics.filter(role="input")["calls"] == 3).all()
     assert "decoder.layers.1.mlp.linear_fc2" in metrics["layer"]
-    steps = read_table(find_run(tmp_path), "steps")
+    steps = read_table_rows(find_record(tmp_path), "steps")
     assert steps["step"].to_list() == [1, 2, 3, 4, 5]
     assert steps["loss"].to_list() == pytest.approx([sum(losses[i : i + 3]) / 3 for i in range(0, 15, 3)], rel=1e-6)
 
@@ -141,7 +141,7 @@ def test_megatron_lm_forward_step(megatron: None, args: SimpleNamespace, tmp_pat
     assert metrics["unscaled_amax"].to_list() == pytest.approx([3 * amax for amax in metrics["amax"]], rel=1e-6)
 
     pretrain(args, {"interval": 2, "table_rows": 0}, first=3)
-    metrics = read_table(find_run(tmp_path), "metrics", ["attempt", "step"]).unique().sort("step")
+    metrics = read_table_rows(find_record(tmp_path), "metrics", ["attempt", "step"]).unique().sort("step")
     assert metrics.rows() == [(0, 2), (1, 4), (1, 6), (1, 8)]
 
 

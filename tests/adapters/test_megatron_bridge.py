@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from nemo_fp8_debug import ConfigError
 from nemo_fp8_debug.adapters.megatron import FP8DebugBridgeCallback
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 
 def fire(manager: CallbackManager | None, event: str, **context: Any) -> None:
@@ -89,13 +89,13 @@ def test_losses_weights_and_steps(megatron: None, tmp_path: Path) -> None:
     assert len(losses) == 5 and watched == losses
     assert [step for step, row in sorted(kept.rows.items()) if "fp8/nan_count" in row] == [2, 4]
     assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
-    run = find_run(tmp_path)
+    run = find_record(tmp_path)
     assert str(run) == str(tmp_path / "fp8_debug")
-    metrics = read_table(run, "metrics")
+    metrics = read_table_rows(run, "metrics")
     assert metrics["step"].unique().to_list() == [2, 4]  # as Bridge logs them, from 1
     assert (metrics.filter(role="input")["calls"] == 2).all()
     assert "decoder.layers.1.mlp.linear_fc2" in metrics["layer"]
-    steps = read_table(run, "steps")
+    steps = read_table_rows(run, "steps")
     assert dict(zip(steps["step"], steps["loss"], strict=True)) == pytest.approx(dict(enumerate(losses, 1)))
     assert steps["grad_scale"].to_list() == [None, 0.5, None, 0.5, None]
     assert [steps[name].unique().to_list() for name in ("lr", "grad_norm", "skipped")] == [[1e-3], [1.5], [0.0]]
@@ -104,7 +104,7 @@ def test_losses_weights_and_steps(megatron: None, tmp_path: Path) -> None:
 def test_a_resumed_run_is_another_attempt_that_goes_on_counting(megatron: None, tmp_path: Path) -> None:
     for first in (0, 3):
         train(tmp_path, [watch()], first)
-    metrics = read_table(find_run(tmp_path), "metrics", ["attempt", "step"]).unique().sort("step")
+    metrics = read_table_rows(find_record(tmp_path), "metrics", ["attempt", "step"]).unique().sort("step")
     assert metrics.rows() == [(0, 2), (1, 4), (1, 6), (1, 8)]
 
 
@@ -119,12 +119,12 @@ def test_the_callback_can_be_copied_and_pickled_before_the_run(megatron: None, t
     callback = watch(layers=["linear_fc2"])
     for name, copied in (("copy", copy.deepcopy(callback)), ("pickle", pickle.loads(pickle.dumps(callback)))):
         train(tmp_path / name, [copied])
-        metrics = read_table(find_run(tmp_path / name), "metrics")
+        metrics = read_table_rows(find_record(tmp_path / name), "metrics")
         assert {layer.rpartition(".")[2] for layer in metrics["layer"]} == {"linear_fc2"}
 
 
 def test_losses_of_evaluations(megatron: None, tmp_path: Path) -> None:
     losses, _ = train(tmp_path, [watch()])
-    found = read_table(find_run(tmp_path), "validation")
+    found = read_table_rows(find_record(tmp_path), "validation")
     assert found.select("step", "name").rows() == [(2, "lm loss"), (4, "lm loss")]
     assert found["loss"].to_list() == pytest.approx([losses[1] + 1, losses[3] + 1], rel=1e-6)

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
 from nemo_fp8_debug.adapters.transformers import FP8DebugTrainerCallback
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 
 def watch(**options: Any) -> FP8DebugTrainerCallback:
@@ -30,7 +30,7 @@ def fit(folder: Path, callbacks: list[TrainerCallback], **options: Any) -> Any:
 
 
 def steps_of(folder: Path) -> dict[str, dict[int, Any]]:
-    steps = read_table(find_run(folder), "steps").sort("step")
+    steps = read_table_rows(find_record(folder), "steps").sort("step")
     return {name: dict(zip(steps["step"], steps[name], strict=True)) for name in ("loss", "lr", "grad_norm")}
 
 
@@ -63,7 +63,7 @@ def test_a_step_is_an_optimizer_step_under_the_number_that_the_trainer_logs(
     assert recorded["loss"] == pytest.approx({step: entry["loss"] for step, entry in logged.items()}, abs=6e-5)
     assert recorded["lr"] == pytest.approx({step: entry["learning_rate"] for step, entry in logged.items()})
     assert recorded["grad_norm"] == pytest.approx({step: entry["grad_norm"] for step, entry in logged.items()})
-    metrics = read_table(find_run(tmp_path), "metrics")
+    metrics = read_table_rows(find_record(tmp_path), "metrics")
     assert metrics["step"].unique().to_list() == [2, 4, 6]
     assert (metrics.filter(role="input")["calls"] == accumulate).all()
     assert "model.layers.1.mlp.down_proj" in metrics["layer"]
@@ -74,9 +74,9 @@ def test_gradients_are_recorded_in_units_of_the_loss_too(tmp_path: Path, kind: t
     """A model that is told of the items of a step divides by them itself."""
     fit(tmp_path, [watch(interval=2)], accumulate=accumulate, kind=kind)
     expected = float(torch.tensor(1.0) / (1 if kind is Watching else accumulate))
-    multipliers = read_table(find_run(tmp_path), "steps")["grad_scale"].to_list()
+    multipliers = read_table_rows(find_record(tmp_path), "steps")["grad_scale"].to_list()
     assert multipliers == [None, expected] * 3
-    metrics = read_table(find_run(tmp_path), "metrics").filter(role="grad_output")
+    metrics = read_table_rows(find_record(tmp_path), "metrics").filter(role="grad_output")
     assert metrics["unscaled_amax"].to_list() == pytest.approx([amax / expected for amax in metrics["amax"]])
 
 
@@ -84,7 +84,7 @@ def test_a_loss_scale_is_recorded_with_the_steps_that_it_skips(tmp_path: Path) -
     trainer = build(tmp_path, [watch(interval=2)], accumulate=2, kind=WithoutItems)
     scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=100)
     trainer.train()
-    steps = read_table(find_run(tmp_path), "steps")
+    steps = read_table_rows(find_record(tmp_path), "steps")
     skipped = [bool(value) for value in steps["skipped"]]
     assert skipped[0] and scaler.get_scale() == 2.0 ** (127 - sum(skipped))
     assert steps["loss_scale"].to_list() == [2.0 ** (127 - sum(skipped[:step])) for step in range(6)]
@@ -111,17 +111,17 @@ def test_an_evaluation_in_between_adds_nothing(tmp_path: Path) -> None:
     evaluated = fit(tmp_path / "evaluated", [watch()], eval_strategy="steps", eval_steps=1)
     assert evaluated.losses == plain.losses
     assert steps_of(tmp_path / "evaluated")["loss"] == steps_of(tmp_path / "plain")["loss"]
-    first, second = (read_table(find_run(tmp_path / name), "metrics") for name in ("plain", "evaluated"))
+    first, second = (read_table_rows(find_record(tmp_path / name), "metrics") for name in ("plain", "evaluated"))
     assert first.equals(second)
     reported = {entry["step"]: entry["eval_loss"] for entry in evaluated.state.log_history if "eval_loss" in entry}
-    found = read_table(find_run(tmp_path / "evaluated"), "validation")
+    found = read_table_rows(find_record(tmp_path / "evaluated"), "validation")
     assert dict(found.select("step", "loss").rows()) == reported and set(found["name"]) == {"eval_loss"}
 
 
 def test_a_resumed_run_is_another_attempt_that_goes_on_counting(tmp_path: Path) -> None:
     fit(tmp_path, [watch()], save_strategy="steps", save_steps=2, max_steps=4)
     build(tmp_path, [watch()]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    metrics = read_table(find_run(tmp_path), "metrics", ["attempt", "step"]).unique().sort("step")
+    metrics = read_table_rows(find_record(tmp_path), "metrics", ["attempt", "step"]).unique().sort("step")
     assert metrics.rows() == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (1, 6)]
 
 
@@ -139,7 +139,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_what_failed_runs_saw_survives_them(processes: Path) -> None:
     assert (processes / "failed" / "error").read_text() == "the user's own"
-    assert read_table(find_run(processes / "failed"), "metrics")["step"].unique().to_list() == [2]
+    assert read_table_rows(find_record(processes / "failed"), "metrics")["step"].unique().to_list() == [2]
     assert list(steps_of(processes / "failed")["loss"]) == [1, 2, 3]
 
 
@@ -173,7 +173,7 @@ def test_the_callback_and_the_model_can_be_copied_and_pickled(tmp_path: Path) ->
     assert len(copies.copies) == 6
     for name, copied in (("copy", copy.deepcopy(callback)), ("pickle", pickle.loads(pickle.dumps(callback)))):
         fit(tmp_path / name, [copied])
-        assert {layer.rpartition(".")[2] for layer in read_table(find_run(tmp_path / name), "metrics")["layer"]} == {
+        assert {layer.rpartition(".")[2] for layer in read_table_rows(find_record(tmp_path / name), "metrics")["layer"]} == {
             "down_proj"
         }
 
@@ -231,7 +231,7 @@ def test_two_processes(processes: Path) -> None:
     assert ranks[0]["plain"]["losses"] != ranks[1]["plain"]["losses"]  # each has batches of its own
     recorded = steps_of(processes / "watched")["loss"]
     assert recorded == pytest.approx({int(step): loss for step, loss in ranks[0]["plain"]["losses"].items()}, rel=1e-6)
-    metrics = read_table(find_run(processes / "watched"), "metrics")
+    metrics = read_table_rows(find_record(processes / "watched"), "metrics")
     assert metrics["step"].unique().to_list() == [2, 4, 6]
     assert (metrics.filter(role="input")["calls"] == 4).all() and (metrics.filter(role="input")["ranks"] == 2).all()
     assert "model.layers.0.mlp.down_proj" in metrics["layer"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from samples import FINGERPRINT, sample
 
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 STEPS = range(0, 200, 20)
 CULPRIT = ("decoder.layers.1.mlp.linear_fc2", "input")
@@ -55,7 +55,7 @@ def rising(since: int = 120) -> dict[int, float]:
 
 
 def write(folder: Path, rows: Rows | None, losses: Losses, steps: Sequence[int] = STEPS) -> Path:
-    record = RunRecord(folder)
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT)
     for step in steps if rows else ():
         record.record(sample(step, rows(step)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from samples import FINGERPRINT, sample
 
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 N, EVERY, ONSET = 200, 8, 104
 STEPS = range(0, N, EVERY)
@@ -57,7 +57,7 @@ def write(
     """Write a record with X, or another role, of one layer or several changed, which ends before a step; losses of
     evaluations and scalars are given by name and step."""
     culprits = [culprit] if isinstance(culprit, str) else culprit
-    record = RunRecord(folder)
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT)
     losses = falling() if losses is None else losses
     for step in range(0, until, EVERY):

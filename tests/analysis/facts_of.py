@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy.typing as npt
 
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
-from nemo_fp8_debug.analysis.diagnosis.facts import Facts, Records
+from nemo_fp8_debug.analysis.diagnosis.facts import DiagnosedRecords, Facts
 from nemo_fp8_debug.analysis.diagnosis.finding import CAUSES, STRENGTHS, Finding
 from nemo_fp8_debug.analysis.diagnosis.rule import Find, load_rules
 from nemo_fp8_debug.analysis.loss.outcome import MAX_GAP, LossOutcome
@@ -26,7 +26,7 @@ def facts_of(run: Run | Path, baseline: Run | Path | None = None, loss: LossOutc
     mine, theirs = (Run.read(each) if isinstance(each, Path) else each for each in (run, baseline))
     assert mine is not None
     own = LossOutcome.judge_loss(mine.loss, None if theirs is None else theirs.loss, MAX_GAP)
-    return Facts.from_records(Records(mine, theirs), loss or own)
+    return Facts.from_records(DiagnosedRecords(mine, theirs), loss or own)
 
 
 def found_by(rule: Find, run: Run | Path, baseline: Run | Path | None = None) -> list[Finding]:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.record.reader import find_run
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.reader import find_record
+from nemo_fp8_debug.record.storage import FolderStorage
 
 
 def train(
@@ -20,7 +20,7 @@ def train(
     start: int = 0,
     steps: int = 5,
     **more: Any,
-) -> Storage:
+) -> FolderStorage:
     """Steps of two micro-batches whose scale changes from step to step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).to(dtype)
@@ -32,7 +32,7 @@ def train(
             for i in range(2):
                 model((2.0 ** (step % 7) * (1 + i) * torch.randn(4, 16)).to(dtype)).float().square().mean().backward()
     monitor.close()
-    return find_run(folder)
+    return find_record(folder)
 
 
 DELAYED = {"name": "delayed", "amax_history_len": 2, "margin": 1}

@@ -72,7 +72,7 @@ def test_headline_verdict_plan_and_commands_give_the_same(
     assert told in found.verdict() and told in run_cli("diagnose", bad, "--baseline", baseline)
     plan = found.recommend().plan
     assert [(change.layer, change.recipe, change.roles) for change in plan.changes] == [(CULPRIT, recipe, ("input",))]
-    assert found.fix and found.fix.chosen.recipe == recipe
+    assert found.fix and found.fix.chosen_option.recipe == recipe
     assert told in run_cli("recommend", bad, "--baseline", baseline, "--output", tmp_path / "fix")
     assert json.loads((tmp_path / "fix" / "plan.json").read_text())["changes"][0]["recipe"] == recipe
 

@@ -150,7 +150,7 @@ def test_an_expert_is_named_by_its_number(run_of: Callable[..., Path]) -> None:
 def test_logits_that_explode_before_the_loss_diverges_are_the_cause(run_of: Callable[..., Path]) -> None:
     told = diagnose(run_of(louder_queries, 0, True), run_of(nothing))
     assert (told.cause, told.harm) == ("attention_logits", "harmful")
-    assert told.culprit and told.culprit.operand == "logits of attention"
+    assert told.culprit and told.culprit.tensor_name == "logits of attention"
     assert any("QK-norm" in advice for advice in told.advice)
 
 

@@ -12,7 +12,7 @@ from diagnosed_runs import CULPRIT, ONSET, N, corrupted, falling, write
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose, recommend
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.analysis.runs.run import Run
 
 NAN = float("nan")
@@ -179,34 +179,35 @@ class TestRecipe:
 
     def test_of_all_operands_is_a_setting(self, baseline: Path) -> None:
         usual = Run.read(baseline)
-        rows = usual.metrics.frame()
+        rows = usual.metrics.read_all_rows()
         others = [
             rows.with_columns(recipe=pl.when(which).then(pl.lit("mxfp8")).otherwise("recipe"))
             for which in (True, pl.col("layer") == CULPRIT)
         ]
-        other, one = (replace(usual, metrics=Metrics.from_rows(changed)) for changed in others)
+        other, one = (replace(usual, metrics=MetricsTable.from_rows(changed)) for changed in others)
         assert not evidence(diagnose(other, usual), "recipe")
         assert f"The recipe of X of {CULPRIT} and 2 other operands changed" in diagnose(one, usual).verdict()
         is_gradient = (pl.col("layer") == CULPRIT) & (pl.col("role") == "grad_output")
         unlike = others[1].with_columns(recipe=pl.when(is_gradient).then(pl.lit("current-hybrid")).otherwise("recipe"))
-        two_changes = diagnose(replace(usual, metrics=Metrics.from_rows(unlike)), usual).verdict()
+        two_changes = diagnose(replace(usual, metrics=MetricsTable.from_rows(unlike)), usual).verdict()
         assert f"The recipe of X of {CULPRIT} and W of {CULPRIT} changed" in two_changes
         left_alone = (
             pl.when(pl.col("layer") == CULPRIT).then(pl.lit("not quantized")).otherwise("scale_source").alias("scale_source")
         )
         alone = [
-            replace(usual, metrics=Metrics.from_rows(run.metrics.frame().with_columns(left_alone))) for run in (one, usual)
+            replace(usual, metrics=MetricsTable.from_rows(run.metrics.read_all_rows().with_columns(left_alone)))
+            for run in (one, usual)
         ]
         assert not evidence(diagnose(*alone), "recipe")
 
     @pytest.mark.parametrize("before", ["engine", None])
     def test_of_an_operand_that_is_no_longer_quantized_is_named(self, baseline: Path, before: str | None) -> None:
         usual, late = Run.read(baseline), (pl.col("layer") == CULPRIT) & (pl.col("step") >= ONSET)
-        rows = usual.metrics.frame().with_columns(
+        rows = usual.metrics.read_all_rows().with_columns(
             recipe=pl.when(late).then(pl.lit("current-hybrid")).otherwise("recipe"),
             scale_source=pl.when(late).then(pl.lit("not quantized")).otherwise(pl.lit(before)),
         )
-        assert evidence(diagnose(replace(usual, metrics=Metrics.from_rows(rows)), usual), "recipe")
+        assert evidence(diagnose(replace(usual, metrics=MetricsTable.from_rows(rows)), usual), "recipe")
 
 
 class TestTransient:

@@ -15,7 +15,7 @@ from diagnosed_runs import CULPRIT, LAYERS, ONSET, N, trending, write
 from fault_injection.judge import bands_without, learned_from
 from typer.testing import CliRunner
 
-from nemo_fp8_debug.analysis.bands.bands import FEWEST, SHIPPED, Bands, choose_bands, judge_by_bands, shipped
+from nemo_fp8_debug.analysis.bands.bands import FEWEST, SHIPPED, HealthyBands, choose_bands, judge_by_bands, shipped
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
@@ -41,8 +41,8 @@ def healthy_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def bands(healthy_runs: list[Path]) -> Bands:
-    return Bands.learn(map(Run.read, healthy_runs))
+def bands(healthy_runs: list[Path]) -> HealthyBands:
+    return HealthyBands.learn(map(Run.read, healthy_runs))
 
 
 def late(step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ def late(step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class TestJudged:
-    def test_another_healthy_run_is_within_them_and_is_told_so(self, tmp_path: Path, bands: Bands) -> None:
+    def test_another_healthy_run_is_within_them_and_is_told_so(self, tmp_path: Path, bands: HealthyBands) -> None:
         run = write(tmp_path / "run", healthy(99), culprit=LAYERS, lr=RATES)
         found = diagnose(run, bands=bands)
         assert (found.cause, found.confidence, found.culprit) == ("none", None, None)
@@ -66,23 +66,23 @@ class TestJudged:
             {"relative_error": 0.12},
         ],
     )
-    def test_what_no_healthy_run_did_is_named(self, tmp_path: Path, bands: Bands, metrics: dict[str, float]) -> None:
+    def test_what_no_healthy_run_did_is_named(self, tmp_path: Path, bands: HealthyBands, metrics: dict[str, float]) -> None:
         run = write(tmp_path / "run", lambda step: late(step, metrics))
         found = diagnose(run, bands=bands)
         assert found.culprit and (found.culprit.layer, found.culprit.since) == (CULPRIT, ONSET)
         assert found.confidence != "low"
 
-    def test_from_the_first_sample_on_too(self, tmp_path: Path, bands: Bands) -> None:
+    def test_from_the_first_sample_on_too(self, tmp_path: Path, bands: HealthyBands) -> None:
         run = write(tmp_path / "run", healthy(99, outlier_log2=12.0, underflow_pct=2.0), lr=RATES)
         assert diagnose(run, bands=bands).culprit is not None and diagnose(run).culprit is None
 
-    def test_an_outlier_that_costs_no_values_is_none(self, tmp_path: Path, bands: Bands) -> None:
+    def test_an_outlier_that_costs_no_values_is_none(self, tmp_path: Path, bands: HealthyBands) -> None:
         run = write(tmp_path / "run", lambda step: late(step, {"outlier_log2": 12.0}))
         assert judge_by_bands(Run.read(run), bands).beyond.is_empty()
 
     @pytest.mark.parametrize(("off", "beyond"), [(-0.5, False), (2.5, True)])
     def test_a_scale_that_clips_nothing_is_within_bands_of_smaller_ones(
-        self, tmp_path: Path, bands: Bands, off: float, beyond: bool
+        self, tmp_path: Path, bands: HealthyBands, off: float, beyond: bool
     ) -> None:
         """As files of earlier releases have them."""
         too_large = (pl.col("metric") == "scale_ratio_log2") & (pl.col("sign") == 1)
@@ -93,29 +93,31 @@ class TestJudged:
 
     def test_a_trend_within_them_is_no_hint(self, tmp_path: Path) -> None:
         runs = [write(tmp_path / str(i), trending, culprit=LAYERS, lr=RATES) for i in range(FEWEST)]
-        found = diagnose(write(tmp_path / "run", trending, lr=RATES), bands=Bands.learn(map(Run.read, runs)))
+        found = diagnose(write(tmp_path / "run", trending, lr=RATES), bands=HealthyBands.learn(map(Run.read, runs)))
         assert found.cause == "none" and not [f for f in found.findings if f.rule == "operand"]
 
 
 class TestCoverage:
     @pytest.mark.parametrize("other", [{"recipe": "mxfp8-e4m3"}, {"n": 1 << 20}, {"n": 16}])
-    def test_other_recipes_and_sizes_are_not_judged(self, tmp_path: Path, bands: Bands, other: dict[str, Any]) -> None:
+    def test_other_recipes_and_sizes_are_not_judged(
+        self, tmp_path: Path, bands: HealthyBands, other: dict[str, Any]
+    ) -> None:
         change = healthy(99, underflow_pct=3.0, **other)
         run = write(tmp_path / "run", change, culprit=LAYERS, changed="weight", lr=RATES)
         found = judge_by_bands(Run.read(run), bands)
         assert not (found.covered["role"] == "weight").any() and found.beyond.is_empty() and not found.is_mostly_covered
 
-    def test_names_that_do_not_tell_what_a_gemm_is_for_are_not_judged(self, tmp_path: Path, bands: Bands) -> None:
+    def test_names_that_do_not_tell_what_a_gemm_is_for_are_not_judged(self, tmp_path: Path, bands: HealthyBands) -> None:
         run = write(tmp_path / "run", healthy(99), layers=["adapter.one", "adapter.two"])
         found = judge_by_bands(Run.read(run), bands)
         assert (len(found.covered), found.operands) == (0, 6)
         assert "no bands were learned for operands with" in " ".join(diagnose(run, bands=bands).notes)
 
     def test_fewer_runs_than_six_are_no_band(self, healthy_runs: list[Path], tmp_path: Path) -> None:
-        few = Bands.learn(map(Run.read, healthy_runs[:-1]))
+        few = HealthyBands.learn(map(Run.read, healthy_runs[:-1]))
         assert judge_by_bands(Run.read(write(tmp_path / "run", healthy(99), lr=RATES)), few).covered.is_empty()
 
-    def test_those_of_the_package_are_for_models_of_the_same_class(self, tmp_path: Path, bands: Bands) -> None:
+    def test_those_of_the_package_are_for_models_of_the_same_class(self, tmp_path: Path, bands: HealthyBands) -> None:
         run = Run.read(write(tmp_path / "run"))
         known = shipped()
         assert known and choose_bands(run, None) is None and choose_bands(run, bands) is bands
@@ -125,9 +127,9 @@ class TestCoverage:
 
 
 class TestFile:
-    def test_comes_back_as_it_was(self, tmp_path: Path, bands: Bands) -> None:
+    def test_comes_back_as_it_was(self, tmp_path: Path, bands: HealthyBands) -> None:
         bands.write(tmp_path / "bands.parquet")
-        again = Bands.read(tmp_path / "bands.parquet")
+        again = HealthyBands.read(tmp_path / "bands.parquet")
         assert again.table.equals(bands.table.select(again.table.columns), null_equal=True)
         assert (again.runs, again.families) == (bands.runs, bands.families)
 
@@ -139,13 +141,13 @@ class TestFile:
         else:
             path.write_bytes(content)
         with pytest.raises(RecordError, match="contains no bands of healthy runs"):
-            Bands.read(path)
+            HealthyBands.read(path)
         with pytest.raises(RecordError, match="there is no file"):
-            Bands.read(tmp_path / "missing.parquet")
+            HealthyBands.read(tmp_path / "missing.parquet")
 
     def test_no_runs_teach_nothing(self) -> None:
         with pytest.raises(RecordError, match="no runs to learn from"):
-            Bands.learn([])
+            HealthyBands.learn([])
 
 
 class TestCommand:
@@ -172,7 +174,7 @@ class TestCommand:
 # Long tests rest on nemo_fp8_debug/analysis/bands/*.py.
 @pytest.mark.long
 def test_those_of_the_package_are_learned_from_the_runs_that_set_thresholds() -> None:
-    fresh, kept = bands_without(None), Bands.read(SHIPPED)
+    fresh, kept = bands_without(None), HealthyBands.read(SHIPPED)
     assert kept.runs == fresh.runs == len(learned_from()) >= 70 and kept.families == fresh.families
     numbers, names = ["median", "lasting"], ["purpose", "role", "recipe", "part", "phase", "metric", "sign"]
     assert fresh.table.select(names).equals(kept.table.select(names).cast(fresh.table.select(names).schema))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from nemo_fp8_debug.analysis.diagnosis.limits import find_over_limit
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.diagnosis.limits import find_operands_over_limit
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.numerics.limits import LIMITS
 
 STEPS = [0, 5, 10, 15, 20, 25, 30]
@@ -36,25 +36,29 @@ def metrics(underflow: list[float], role: str = "weight") -> pl.DataFrame:
     ],
 )
 def test_since_when(underflow: list[float], onset: int | None) -> None:
-    found = find_over_limit(Metrics.from_rows(metrics(underflow)))
+    found = find_operands_over_limit(MetricsTable.from_rows(metrics(underflow)))
     assert found["onset"].to_list() == ([] if onset is None else [onset])
     assert all(excess > 1 for excess in found["excess"])
 
 
 @pytest.mark.parametrize(("n", "onset"), [(4096, [20]), (300, [20]), (150, [])])
 def test_percents_of_few_values_tell_little(n: int, onset: list[int]) -> None:
-    found = find_over_limit(Metrics.from_rows(metrics([0, 0, 0, 0, 25, 0, 0]).with_columns(n=pl.lit(n))))
+    found = find_operands_over_limit(MetricsTable.from_rows(metrics([0, 0, 0, 0, 25, 0, 0]).with_columns(n=pl.lit(n))))
     assert found["onset"].to_list() == onset
 
 
 def test_of_roles_without_limits_and_of_nothing_there_is_none() -> None:
     assert (
-        find_over_limit(Metrics.from_rows(metrics([99.0] * 7, "query"))).is_empty()
-        and find_over_limit(Metrics.from_rows(metrics([99.0] * 7).clear())).is_empty()
+        find_operands_over_limit(MetricsTable.from_rows(metrics([99.0] * 7, "query"))).is_empty()
+        and find_operands_over_limit(MetricsTable.from_rows(metrics([99.0] * 7).clear())).is_empty()
     )
     assert set(LIMITS) == {"input", "weight", "grad_output"}
 
 
 def test_fp4_has_no_limits() -> None:
-    assert find_over_limit(Metrics.from_rows(metrics([99.0] * 7).with_columns(format=pl.lit("e2m1")))).is_empty()
-    assert len(find_over_limit(Metrics.from_rows(metrics([99.0] * 7).with_columns(format=pl.lit("e4m3"))))) == 1
+    assert find_operands_over_limit(
+        MetricsTable.from_rows(metrics([99.0] * 7).with_columns(format=pl.lit("e2m1")))
+    ).is_empty()
+    assert (
+        len(find_operands_over_limit(MetricsTable.from_rows(metrics([99.0] * 7).with_columns(format=pl.lit("e4m3"))))) == 1
+    )

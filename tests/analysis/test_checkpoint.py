@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.checkpoint.audit import audit
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.core.layer_names import compile_patterns
+from nemo_fp8_debug.core.layer_names import compile_layer_patterns
 from nemo_fp8_debug.errors import ConfigError
 
 # --- Megatron, NeMo, DCP -----------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_fp8_weights_without_a_scale_come_first(tmp_path: Path) -> None:
         "their scales, a server loads wrong weights. The errors below leave these weights out."
     )
     assert "Stored scales of 2 weights: fits (2)." in others
-    kept = audit(tmp_path, matches=compile_patterns(["kept.*", "bad", "wide"]))
+    kept = audit(tmp_path, matches=compile_layer_patterns(["kept.*", "bad", "wide"]))
     assert kept.verdict()[2:4] == others[1:3]  # errors in FP8, and stored scales
 
 
@@ -251,9 +251,9 @@ def test_recipe_gives_the_format(tmp_path: Path) -> None:
 
 def test_layers(tmp_path: Path) -> None:
     save_indexed(hf_state(), tmp_path)
-    assert [row["layer"] for row in audit(tmp_path, matches=compile_patterns(["lm_head"])).rows] == ["lm_head"]
+    assert [row["layer"] for row in audit(tmp_path, matches=compile_layer_patterns(["lm_head"])).rows] == ["lm_head"]
     with pytest.raises(ConfigError, match=r"no weight matches; the checkpoint has 'lm_head', 'model\.layers"):
-        audit(tmp_path, matches=compile_patterns(["linear_fc2"]))
+        audit(tmp_path, matches=compile_layer_patterns(["linear_fc2"]))
 
 
 def test_command(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_command(tmp_path: Path) -> None:
     printed = run.invoke(app, ["audit", str(TE_STATE), "--layers", "linear_proj"])
     assert printed.exit_code == 0, printed.output
     lines = printed.output.splitlines()
-    assert lines[0] == audit(TE_STATE, matches=compile_patterns(["linear_proj"])).verdict()[1]
+    assert lines[0] == audit(TE_STATE, matches=compile_layer_patterns(["linear_proj"])).verdict()[1]
     table = lines[lines.index("") :]
     assert "decoder.layers.1.linear_proj" in next(line for line in table if "linear_proj" in line)
     assert "linear_qkv" not in printed.output

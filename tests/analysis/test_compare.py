@@ -28,11 +28,11 @@ from compared_runs import (
 from samples import FINGERPRINT, sample
 
 from nemo_fp8_debug.analysis.comparison.compare import Comparison, compare
-from nemo_fp8_debug.analysis.loss.gap import find_rise_above
-from nemo_fp8_debug.analysis.story.summary import summarize, to_json
+from nemo_fp8_debug.analysis.loss.gap import find_rise_above_baseline
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison, summarize
 from nemo_fp8_debug.errors import RecordError
 from nemo_fp8_debug.numerics.metric_names import METRICS
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 
 def all_nan(step: int) -> list[dict[str, Any]]:
@@ -109,7 +109,7 @@ class TestVerdict:
         verdict = summarize(found)
         assert f"X of {CULPRIT[0]}" in verdict
         assert VANISHING[0] not in verdict
-        assert f"rises for good from step {found.run.loss.diverged_at}" in verdict
+        assert f"rises for good from step {found.run.loss.divergence_step}" in verdict
 
     def test_of_a_tensor_that_fp8_holds_exactly_has_no_nan(self, tmp_path: Path) -> None:
         run = write(tmp_path / "run", lambda step: [row(EXACT, **NO_ERROR)], falling())
@@ -173,13 +173,15 @@ class TestWhatIf:
     """Recipes that were measured in the run, or replayed from it, say whether they would have helped."""
 
     def tried(self, folder: Path) -> Path:
-        record = RunRecord(folder)
+        record = RunRecordWriter(folder)
         record.open(FINGERPRINT)
         for step in STEPS:
             rows = broken(step)
             better = sample(step, [{**row, "recipe": "current-hybrid", "relative_error": 0.01} for row in rows])
             record.record(
-                dataclasses.replace(sample(step, rows), tables={**sample(step, rows).tables, "what_if": better.columns})
+                dataclasses.replace(
+                    sample(step, rows), tables={**sample(step, rows).tables, "what_if": better.operand_columns}
+                )
             )
         record.record_steps({step: {"loss": loss} for step, loss in rising().items()})
         record.close()
@@ -188,9 +190,9 @@ class TestWhatIf:
     def test_the_verdict_says_what_they_would_have_done_to_the_culprit(self, tmp_path: Path, baseline: Path) -> None:
         found = compare(self.tried(tmp_path / "what_if"), baseline)
         assert "Under current-hybrid its relative error would be 0.01 instead of" in summarize(found)
-        rows = found.what_if()
+        rows = found.list_what_if_metrics()
         assert set(rows["recipe"]) == {"current-hybrid"} and set(rows["relative_error"]) == {0.01}
-        assert to_json(found)["what_if"] == rows.to_dicts()
+        assert serialize_comparison(found)["what_if"] == rows.to_dicts()
 
     def test_without_them_nothing_is_said(self, baseline: Path, bad: Path) -> None:
         assert "Under " not in summarize(compare(bad, baseline))
@@ -201,7 +203,7 @@ class TestOrder:
         found = compare(bad, baseline)
         assert found.out_of_band.select("layer", "role").rows()[0] == CULPRIT
         assert set(found.out_of_band.select("layer", "role").rows()) == {CULPRIT}
-        first, since = found.out_of_band["onset"][0], find_rise_above(found.run.loss, found.baseline.loss)
+        first, since = found.out_of_band["onset"][0], find_rise_above_baseline(found.run.loss, found.baseline.loss)
         assert since is not None and first < since
         sentence = f"is X of {CULPRIT[0]}, from step {first}, {since - first} steps before the loss:"
         assert f"The first tensor out of the baseline's band {sentence}" in summarize(found)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.analysis.story.summary import summarize, tell_conclusion, tell_tensors, to_json
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison, summarize, tell_conclusion, tell_drifted_tensors
 from nemo_fp8_debug.cli import app
 
 
@@ -57,7 +57,7 @@ class TestCommandLine:
         assert len(ranked) == 3
         assert len(left) == len(found.out_of_band)
         assert left[0][0] == str(found.out_of_band["onset"][0]) and left[0][2] == CULPRIT[0]
-        assert " ".join(tell_tensors(found)) in run_cli(baseline, bad, "--all").stdout
+        assert " ".join(tell_drifted_tensors(found)) in run_cli(baseline, bad, "--all").stdout
         assert result.stdout.splitlines()[-1] == f"Next: nemo-fp8-debug diagnose {bad} --baseline {baseline}"
 
     def test_ranks_tensors_by_harm_as_diagnose_does_and_not_by_drift(self, tmp_path: Path, baseline: Path) -> None:
@@ -84,7 +84,7 @@ class TestCommandLine:
         result = run_cli(baseline, bad, "--reference", reference, "--json", "--top", 1)
         assert result.exit_code == 0
         found = strict_json(result.stdout)
-        expected = json.loads(json.dumps(to_json(compare(bad, baseline, reference))))
+        expected = json.loads(json.dumps(serialize_comparison(compare(bad, baseline, reference))))
         assert {name: told for name, told in found.items() if name != "tensors"} == {
             name: told for name, told in expected.items() if name != "tensors"
         }

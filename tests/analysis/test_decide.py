@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8_debug.analysis import thresholds
 from nemo_fp8_debug.analysis.diagnosis.answer import measure_confidence
-from nemo_fp8_debug.analysis.diagnosis.decide import Decision, DecisionInputs, decide
+from nemo_fp8_debug.analysis.diagnosis.decide import Decision, DecisionInputs, decide_cause
 from nemo_fp8_debug.analysis.diagnosis.events import KINDS, list_events
 from nemo_fp8_debug.analysis.diagnosis.facts import Fact
 from nemo_fp8_debug.analysis.diagnosis.finding import CAUSES, EXPLAINS, STRENGTHS, Finding
@@ -34,7 +34,7 @@ FROZEN = Finding("frozen weights", "frozen_weights", "clear", "...", "fc1", sinc
 
 def chosen(*findings: Finding, evidence: DecisionInputs = HARMED) -> Finding | None:
     """The finding that is decided on, whatever their order."""
-    decided = {decide(order, evidence).finding for order in (findings, findings[::-1])}
+    decided = {decide_cause(order, evidence).finding for order in (findings, findings[::-1])}
     assert len(decided) == 1
     return decided.pop()
 
@@ -54,12 +54,12 @@ class TestCause:
 
     def test_values_never_explain_a_scale_that_jumped_before(self) -> None:
         assert chosen(replace(VALUES, since=40), SCALE) == replace(VALUES, since=40)
-        assert decide([replace(VALUES, since=40), SCALE], HARMED).also == [SCALE]
+        assert decide_cause([replace(VALUES, since=40), SCALE], HARMED).also == [SCALE]
 
     @pytest.mark.parametrize("late", [SCALE, RATE, STEPS])
     def test_what_began_after_the_harm_is_no_cause(self, late: Finding) -> None:
         assert chosen(replace(late, since=110)) == replace(late, since=110)  # one sample shows what began before
-        assert decide([replace(late, since=120)], HARMED) == Decision(None, "software", likeliest=[])
+        assert decide_cause([replace(late, since=120)], HARMED) == Decision(None, "software", likeliest=[])
 
     def test_what_is_seen_late_may_have_begun_before(self) -> None:
         assert chosen(FROZEN) is None and chosen(replace(FROZEN, or_earlier=True)) == replace(FROZEN, or_earlier=True)
@@ -68,7 +68,7 @@ class TestCause:
         with_loss = replace(VALUES, since=100)
         assert chosen(with_loss) == with_loss
         others = [replace(with_loss, layer=f"layers.{i}.fc1", excess=10.0) for i in range(3)]
-        assert decide([with_loss, *others], HARMED).cause == "software"
+        assert decide_cause([with_loss, *others], HARMED).cause == "software"
 
 
 class TestHints:
@@ -77,7 +77,7 @@ class TestHints:
     def test_count_only_if_a_baseline_does_not_show_the_harm(self) -> None:
         assert chosen(self.HINT) == self.HINT
         for evidence in (replace(HARMED, harmed_since=None), replace(HARMED, paired=False)):
-            found = decide([self.HINT], evidence)
+            found = decide_cause([self.HINT], evidence)
             assert found.finding is None and list(found.likeliest) == [self.HINT]
 
     def test_count_less_than_what_is_clear(self) -> None:
@@ -97,7 +97,7 @@ class TestWithoutACause:
     )
     def test_says_what_is_known(self, evidence: DecisionInputs, cause: str) -> None:
         unknown = Finding("gradient norm", "unknown", "hint", "...", since=50)
-        assert decide([], evidence) == decide([unknown], evidence) == Decision(None, cause, likeliest=[])
+        assert decide_cause([], evidence) == decide_cause([unknown], evidence) == Decision(None, cause, likeliest=[])
 
     def test_a_reference_run_that_does_the_same_acquits_fp8_alone(self) -> None:
         same = replace(HARMED, by_precision=False)
@@ -124,7 +124,7 @@ def findings() -> st.SearchStrategy[Finding]:
 @given(st.lists(findings(), max_size=6), st.none() | st.integers(0, 200), st.booleans(), st.booleans())
 def test_any_findings_are_decided_on(found: Sequence[Finding], harmed: int | None, paired: bool, judged: bool) -> None:
     evidence = DecisionInputs(harmed, 10, 20, paired, judged)
-    decision = decide(found, evidence)
+    decision = decide_cause(found, evidence)
     assert decision.cause in CAUSES and decision.finding not in (*decision.also, *decision.likeliest)
     if decision.finding is None:
         assert decision.cause in ("none", "unknown", "software") and not decision.also

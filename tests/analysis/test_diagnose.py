@@ -19,15 +19,20 @@ from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.flags import flag_operands
-from nemo_fp8_debug.analysis.diagnosis.narrator import tell_conclusion, tell_missed, tell_next, tell_reference
+from nemo_fp8_debug.analysis.diagnosis.flags import flag_operands_to_change
+from nemo_fp8_debug.analysis.diagnosis.narrator import (
+    tell_conclusion,
+    tell_next_step,
+    tell_possible_misses,
+    tell_reference_loss,
+)
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.analysis.story.summary import summarize
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.text import format_number
 from nemo_fp8_debug.errors import ConfigError, RecordError
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 
 @pytest.fixture
@@ -62,7 +67,7 @@ class TestAPair:
         found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120)), baseline)
         assert found.culprit and (found.culprit.layer, found.culprit.role, found.culprit.since) == (CULPRIT, "input", ONSET)
         assert (found.cause, found.harm) == ("corrupted_scale", "harmful") and found.confidence in ("medium", "high")
-        assert found.divergence_step is not None and found.lead == found.divergence_step - ONSET > 0
+        assert found.divergence_step is not None and found.steps_before_divergence == found.divergence_step - ONSET > 0
         assert f"X of {CULPRIT} went wrong at or before step {ONSET} ({found.confidence} confidence)" in found.verdict()
 
     @pytest.mark.parametrize(("later", "named"), [(5.0, True), (0.3, False)])
@@ -132,7 +137,7 @@ class TestAPair:
         found = diagnose(both, baseline)
         assert found.divergence_step is not None and found.divergence_step < ONSET + 5 * EVERY
         assert found.culprit and found.culprit.layer == FIRST
-        assert list(flag_operands(found)) == [(FIRST, "input"), (CULPRIT, "input")]
+        assert list(flag_operands_to_change(found)) == [(FIRST, "input"), (CULPRIT, "input")]
 
     def test_an_operand_that_loses_most_of_its_values_after_the_loss_is_to_be_changed_too(self, tmp_path: Path) -> None:
         turns = itertools.cycle((0, 5 * EVERY))
@@ -144,7 +149,7 @@ class TestAPair:
         baseline = write(tmp_path / "baseline")
         found = diagnose(write(tmp_path / "both", one_later, falling(left=112), culprit=[FIRST, CULPRIT]), baseline)
         assert found.culprit and found.culprit.layer == FIRST and not found.decision.also
-        assert {key: flag.out for key, flag in flag_operands(found).items()} == {
+        assert {key: flag.out for key, flag in flag_operands_to_change(found).items()} == {
             (FIRST, "input"): (ONSET, STEPS[-1]),
             (CULPRIT, "input"): (ONSET + 5 * EVERY, STEPS[-1]),
         }
@@ -164,7 +169,7 @@ class TestAPair:
 
     def test_without_a_rise_it_is_harmless_so_far(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted), baseline)
-        assert (found.cause, found.harm, found.lead) == ("corrupted_scale", "harmless so far", None)
+        assert (found.cause, found.harm, found.steps_before_divergence) == ("corrupted_scale", "harmless so far", None)
 
     def test_a_run_like_the_good_one(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "again"), baseline)
@@ -244,7 +249,7 @@ class TestNan:
         json.dumps(found.to_json(), allow_nan=False)
 
     def test_the_first_in_order_of_execution_is_named(self, tmp_path: Path, baseline: Path) -> None:
-        record = RunRecord(tmp_path / "bad")
+        record = RunRecordWriter(tmp_path / "bad")
         record.open(FINGERPRINT)
         order = {layer: i for i, layer in enumerate(reversed(LAYERS))}
         for step in STEPS:
@@ -368,7 +373,7 @@ class TestWhatABaselineDoesNotShow:
 
     def test_after_the_last_sample(self, tmp_path: Path, baseline: Path) -> None:
         record = write(tmp_path / "run", until=24)
-        longer = RunRecord(record)
+        longer = RunRecordWriter(record)
         longer.open(FINGERPRINT)
         longer.record_steps({s: {"loss": loss} for s, loss in falling(1).items() if s >= 24})
         longer.close()
@@ -435,9 +440,9 @@ class TestReference:
         expected = 100 * (ends["bf16"] / ends["good"] - 1)
         assert found.to_json()["reference"]["gap"]["percent"] == pytest.approx(expected, abs=0.01)
         assert format_number(100 * (ends["run"] / ends["bf16"] - 1), "%", signed=True) in found.verdict()
-        assert found.about_fp8 == is_fp8 and (found.culprit is not None) == bool(is_fp8)
+        assert found.is_fp8_the_cause == is_fp8 and (found.culprit is not None) == bool(is_fp8)
         assert found.cause == {None: "none", False: "software", True: "corrupted_scale"}[is_fp8]
-        for text in (tell_reference(found.loss), summarize(compare(bad, good, bf16))):
+        for text in (tell_reference_loss(found.loss), summarize(compare(bad, good, bf16))):
             assert ("FP8 does not explain the loss" in text) != bool(is_fp8)
 
     def test_one_that_ends_early_acquits_nobody(self, tmp_path: Path) -> None:
@@ -455,7 +460,7 @@ class TestReference:
         bad = write(tmp_path / "bad", corrupted, noisy(7, 0.06))
         found = diagnose(bad, write(tmp_path / "good", losses=noisy(7)), write(tmp_path / "bf16", losses=noisy(8)))
         assert found.harm == "harmful" and found.cause == "corrupted_scale"
-        assert "too uncertain to blame FP8" in found.verdict() and found.about_fp8 is None
+        assert "too uncertain to blame FP8" in found.verdict() and found.is_fp8_the_cause is None
 
     def test_its_gap_is_printed_where_the_run_is_not_harmed(self, tmp_path: Path, baseline: Path) -> None:
         bad, bf16 = write(tmp_path / "run", corrupted, falling(1)), write(tmp_path / "bf16", losses=falling(1))
@@ -487,7 +492,7 @@ class TestAlone:
         assert "the loss does not diverge" not in [f.evidence for f in found.findings]
 
     def test_of_few_samples(self, tmp_path: Path) -> None:
-        record = RunRecord(tmp_path / "one")
+        record = RunRecordWriter(tmp_path / "one")
         record.open(FINGERPRINT)
         record.record(sample(0, [{}]))
         record.close()
@@ -498,11 +503,11 @@ class TestAlone:
         fp4 = {"format": "e2m1", "recipe": "nvfp4", "underflow_pct": 20.0, "scale_ratio_log2": None}
         run = Run.read(write(tmp_path / "run", lambda step: fp4, culprit=LAYERS))
         assert diagnose(run).culprit is None
-        found = diagnose(replace(run, metrics=run.metrics.with_role("input")))
+        found = diagnose(replace(run, metrics=run.metrics.select_roles("input")))
         assert (found.cause, found.confidence) == ("unknown", None)
 
     def test_of_no_sample(self, tmp_path: Path, baseline: Path) -> None:
-        record = RunRecord(tmp_path / "none")
+        record = RunRecordWriter(tmp_path / "none")
         record.open(FINGERPRINT)
         record.close()
         for reference in (baseline, None):
@@ -526,8 +531,10 @@ class TestCommandLine:
         assert result.exit_code == 0 and CULPRIT in result.stdout
         found, lines = diagnose(bad, baseline), result.stdout.splitlines()
         assert lines[0] == tell_conclusion(found)
-        assert lines[-2] == " ".join(tell_next(found, found.advice)) and "nemo-fp8-debug recommend" in lines[-1]
-        assert all(sentence in found.verdict() for sentence in (*tell_missed(found), *tell_next(found, found.advice)))
+        assert lines[-2] == " ".join(tell_next_step(found, found.advice)) and "nemo-fp8-debug recommend" in lines[-1]
+        assert all(
+            sentence in found.verdict() for sentence in (*tell_possible_misses(found), *tell_next_step(found, found.advice))
+        )
 
     def test_json(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))

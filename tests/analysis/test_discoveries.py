@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import false_discovery_control
 
-from nemo_fp8_debug.analysis.comparison.onset import CHANCE, FALLS, RATE, highest_chance, select_discoveries
+from nemo_fp8_debug.analysis.comparison.onset import CHANCE, FALLS, RATE, drop_false_discoveries, highest_chance
 
 
 def rows(excess: list[float], metric: str = "underflow_pct") -> pl.DataFrame:
@@ -21,13 +21,13 @@ def rows(excess: list[float], metric: str = "underflow_pct") -> pl.DataFrame:
 
 @pytest.mark.parametrize(("tensors", "least"), [(60, 1.2), (3_000, 1.8), (133_000, 2.5)])
 def test_the_more_tensors_are_looked_at_the_farther_out_one_must_be(tensors: int, least: float) -> None:
-    assert len(select_discoveries(rows([least]), tensors)) == 1
-    assert len(select_discoveries(rows([least - 0.2]), tensors)) == 0
+    assert len(drop_false_discoveries(rows([least]), tensors)) == 1
+    assert len(drop_false_discoveries(rows([least - 0.2]), tensors)) == 0
 
 
 def test_several_that_are_far_out_let_others_count() -> None:
-    assert len(select_discoveries(rows([1.4]), 3_000)) == 0
-    assert len(select_discoveries(rows([1.4, *[9.0] * 300]), 3_000)) == 301
+    assert len(drop_false_discoveries(rows([1.4]), 3_000)) == 0
+    assert len(drop_false_discoveries(rows([1.4, *[9.0] * 300]), 3_000)) == 301
 
 
 def test_of_tensors_that_are_out_by_chance_hardly_any_is_told() -> None:
@@ -36,7 +36,7 @@ def test_of_tensors_that_are_out_by_chance_hardly_any_is_told() -> None:
     told = 0
     for _ in range(1000):
         out = generator.uniform(size=3_000) < CHANCE
-        told += len(select_discoveries(rows(list(1 + generator.exponential(1 / FALLS, int(out.sum())))), 3_000))
+        told += len(drop_false_discoveries(rows(list(1 + generator.exponential(1 / FALLS, int(out.sum())))), 3_000))
     assert told <= 1.8 * RATE * 1000
 
 
@@ -48,7 +48,10 @@ def test_discoveries_are_those_of_scipy(below_1: list[float], others: int) -> No
 
 
 def test_nonfinite_is_no_chance() -> None:
-    assert len(select_discoveries(rows([1.0], "nonfinite"), 133_000)) == 1 and select_discoveries(rows([]), 5).is_empty()
+    assert (
+        len(drop_false_discoveries(rows([1.0], "nonfinite"), 133_000)) == 1
+        and drop_false_discoveries(rows([]), 5).is_empty()
+    )
 
 
 # Long tests rest on nemo_fp8_debug/analysis/comparison/onset.py.

@@ -38,8 +38,8 @@ class TestDecision:
 
     def test_says_how_many_more_steps_would_tell(self) -> None:
         found = gate(*([each] for each in pair(300, 1.0, False, 5)), 1.0)
-        assert found and found.outcome == CANNOT_TELL and found.more_steps is not None
-        run, good = pair(300 + 4 * found.more_steps, 1.0, False, 5)
+        assert found and found.outcome == CANNOT_TELL and found.estimated_steps_to_decide is not None
+        run, good = pair(300 + 4 * found.estimated_steps_to_decide, 1.0, False, 5)
         longer = gate([run], [good], 1.0)
         assert longer and longer.error < found.error / 1.5
 
@@ -73,7 +73,11 @@ class TestFarBelow:
                 yield read_run(truth), read_run(runs_by_part(Path(truth["path"]).parent)[truth["path"]][name])
 
     def test_repeated_data_does_not_pass_and_is_said(self) -> None:
-        low = [(run, good) for run, good in self.pairs("repeated_data", "near") if run.loss.final < 0.8 * good.loss.final]
+        low = [
+            (run, good)
+            for run, good in self.pairs("repeated_data", "near")
+            if run.loss.final_loss < 0.8 * good.loss.final_loss
+        ]
         assert len(low) > 10
         for run, good in low:
             found = gate_all_losses([run], [good], 2.0)
@@ -192,4 +196,9 @@ class TestEvaluations:
         run, baseline = evaluated(tmp_path / "run", 1), evaluated(tmp_path / "baseline", 1, seed=2)
         of_run, of_baseline = Run.read(run), replace(Run.read(baseline), loss=curve([2.0, 2.1] * 100))
         both, alone = gate_all_losses([of_run], [of_baseline], 1.0), gate([of_run.loss], [of_baseline.loss], 1.0)
-        assert both and alone and both.loss.bounds[0] < alone.bounds[0] and both.loss.bounds[1] == alone.bounds[1]
+        assert (
+            both
+            and alone
+            and both.loss.confidence_bounds[0] < alone.confidence_bounds[0]
+            and both.loss.confidence_bounds[1] == alone.confidence_bounds[1]
+        )

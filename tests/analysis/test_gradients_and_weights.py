@@ -208,7 +208,7 @@ class TestLikelyHarm:
 
     def test_without_sizes_of_weights_models_are_not_taken_for_the_same(self, tmp_path: Path) -> None:
         runs = [Run.read(write(tmp_path / name)) for name in ("run", "baseline")]
-        blind = [replace(run, metrics=run.metrics.with_role("input", "grad_output")) for run in runs]
+        blind = [replace(run, metrics=run.metrics.select_roles("input", "grad_output")) for run in runs]
         assert compare(*runs).loss.same_model and not compare(*blind).loss.same_model
 
     @pytest.mark.parametrize(("percent", "harm"), [(30, "unknown"), (60, "harmful")])

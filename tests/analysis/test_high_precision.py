@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from nemo_fp8_debug import Emulation, Monitor, compare, diagnose, recommend
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 NOTHING = "Nothing in the run is quantized, so the metrics show what FP8 would do to it."
 NOT_READ = "We could not read whether the run quantizes, so the metrics show what FP8 would do to it."
@@ -80,7 +80,7 @@ def test_megatron_in_bf16_gets_the_plan_alone(tmp_path: Path) -> None:
 def test_a_recipe_asked_for_by_name_leaves_it_unknown(tmp_path: Path) -> None:
     """Such a monitor does not read what the run casts with: it may be FP8."""
     run = loop(tmp_path / "run", recipe="delayed", emulated=True)
-    assert set(read_table(find_run(run), "metrics")["scale_source"]) <= {"current", "emulated"}
+    assert set(read_table_rows(find_record(run), "metrics")["scale_source"]) <= {"current", "emulated"}
     assert list(diagnose(run).notes) == [NOT_READ]
     why = "No engine configuration is written: the record does not say whether the run quantizes, and in which engine."
     # The first GEMM's outlier leaves no gradient, for which no recipe is recommended unless its operand is named.
@@ -90,7 +90,9 @@ def test_a_recipe_asked_for_by_name_leaves_it_unknown(tmp_path: Path) -> None:
 
 def test_a_run_that_quantizes_has_no_such_notice(tmp_path: Path) -> None:
     run = loop(tmp_path / "run", emulated=True)
-    assert [note for note in diagnose(run).notes if "bands" not in note] == [] and recommend(run, operands=[X]).in_use
+    assert [note for note in diagnose(run).notes if "bands" not in note] == [] and recommend(
+        run, operands=[X]
+    ).is_run_quantized
     out = said("recommend", run, "--output", tmp_path / "fix")
     assert "in use" in out and "measured under" not in out and "if all that" not in out
     assert "the run emulates FP8 in layers that no engine quantizes (torch.nn.Linear)." in out

@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 from samples import FINGERPRINT, sample
 
-from nemo_fp8_debug.analysis.bands.bands import Bands, judge_by_bands
+from nemo_fp8_debug.analysis.bands.bands import HealthyBands, judge_by_bands
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.facts import Records
+from nemo_fp8_debug.analysis.diagnosis.facts import DiagnosedRecords
 from nemo_fp8_debug.analysis.diagnosis.rules.weights import still_weights
 from nemo_fp8_debug.analysis.recommendation.recommend import flops_of
 from nemo_fp8_debug.analysis.runs import blocks, cluster, grid, metrics
-from nemo_fp8_debug.analysis.runs.blocks import compute_median
+from nemo_fp8_debug.analysis.runs.blocks import compute_column_median
 from nemo_fp8_debug.analysis.runs.cluster import on_cluster
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.analysis.story.summary import to_json
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison
 from nemo_fp8_debug.errors import ConfigError, RecordError
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 DEMO = Path(__file__).parents[2] / "scripts" / "validation" / "main_job" / "records"
 NAMES = ("baseline", "learning_rate", "reference")
@@ -55,7 +55,7 @@ def told_of_pair(runs: list[Run]) -> Any:
     baseline, bad, reference = runs
     found = diagnose(bad, baseline, reference)
     assert found.comparison is not None
-    return to_json(found.comparison), found.to_json(), story(found)
+    return serialize_comparison(found.comparison), found.to_json(), story(found)
 
 
 def told_alone(runs: list[Run]) -> Any:
@@ -64,7 +64,7 @@ def told_alone(runs: list[Run]) -> Any:
 
 
 def learned(runs: list[Run]) -> Any:
-    few = Bands.learn([replace(run, path=f"{i}") for i in range(6) for run in runs[:1]])
+    few = HealthyBands.learn([replace(run, path=f"{i}") for i in range(6) for run in runs[:1]])
     found = judge_by_bands(runs[1], few)
     return few.table.to_dicts(), found.beyond.to_dicts(), found.covered.rows(), found.operands
 
@@ -82,7 +82,7 @@ def test_what_is_told_does_not_depend_on_how_much_is_held(
 @pytest.mark.parametrize("last", [{"n": 8}, {"n": 4, "ranks_missing": 1}, {"n": None}, {"layer": "fc2", "n": 2}])
 def test_a_weight_has_the_size_that_it_has_with_all_ranks(last: dict[str, Any]) -> None:
     row = {"step": 0, "layer": "fc1", "role": "weight", "n": 8, "nan": 0, "inf": 0, "ranks_missing": 0}
-    sizes = Metrics.from_rows(pl.DataFrame([row, row | {"step": 5} | last])).sizes_of_weights
+    sizes = MetricsTable.from_rows(pl.DataFrame([row, row | {"step": 5} | last])).weight_sizes
     assert sizes == {"fc1": 8} | ({"fc2": 2} if "layer" in last else {})
 
 
@@ -92,24 +92,24 @@ def test_steps_layers_and_rows_can_be_chosen() -> None:
     names = {"decoder.layers.0.mlp.linear_fc1": "first.fc1"}
     chosen = [
         each.renumber_steps(axis)
-        .renamed(names)
+        .rename_layers(names)
         .filter_rows("format", ["e4m3"])
-        .with_role("weight", "input")
-        .without_steps([64 * 20])
+        .select_roles("weight", "input")
+        .drop_steps([64 * 20])
         for each in (needed, of_held)
     ]
     assert 0 < len(chosen[0].steps) < len(needed.steps) and 0 < len(chosen[0].tensors) < len(needed.tensors)
     assert chosen[0].tensors.equals(chosen[1].tensors) and chosen[0].steps.tolist() == chosen[1].steps.tolist()
-    assert_frame_equal(chosen[0].frame(), chosen[1].frame())
-    assert np.array_equal(*(each.grid.metric("mse") for each in chosen), equal_nan=True)
-    assert_frame_equal(*(each.last(["recipe", "mse"]) for each in chosen))
+    assert_frame_equal(chosen[0].read_all_rows(), chosen[1].read_all_rows())
+    assert np.array_equal(*(each.grid.read_metric("mse") for each in chosen), equal_nan=True)
+    assert_frame_equal(*(each.read_last_samples(["recipe", "mse"]) for each in chosen))
     assert flops_of(needed) == pytest.approx(flops_of(of_held), rel=1e-12)
 
 
 def test_weights_that_never_move_are_found_in_a_long_record(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for name, frozen in (("bad", {"b"}), ("good", set[str]())):
-        record = RunRecord(tmp_path / name)
+        record = RunRecordWriter(tmp_path / name)
         record.open(FINGERPRINT)
         for step in range(0, 40, 5):
             values = {layer: 0.0 if layer in frozen else random.normal() for layer in "abc"}
@@ -119,7 +119,7 @@ def test_weights_that_never_move_are_found_in_a_long_record(tmp_path: Path) -> N
         record.close()
     for held in (0, metrics.HELD):
         bad, good = (Run.read(tmp_path / name, held=held) for name in ("bad", "good"))
-        assert still_weights.measure(Records(bad, good)).never_moved == ("b",)
+        assert still_weights.measure(DiagnosedRecords(bad, good)).never_moved == ("b",)
 
 
 @pytest.mark.parametrize("rows", [[1.0], [2.0, 1.0], [np.nan, 3.0, -1.0, -0.0], [np.inf, -np.inf, 5.0], [7.0] * 40, []])
@@ -137,7 +137,7 @@ def check_median(values: list[float], at_once: int) -> None:
     frame = pl.DataFrame(
         {"step": range(len(values)), "layer": "a", "role": "input", "mse": values}, schema_overrides={"mse": pl.Float64}
     )
-    found = compute_median(Metrics.from_rows(frame), "mse", at_once)
+    found = compute_column_median(MetricsTable.from_rows(frame), "mse", at_once)
     known = [value for value in values if not np.isnan(value)]
     with np.errstate(invalid="ignore"):
         expected = np.median(known) if known else np.nan
@@ -148,9 +148,9 @@ def check_median(values: list[float], at_once: int) -> None:
 def test_workers_of_a_cluster_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler and a worker of Dask, in processes of their own; for Ray see scripts/validation/clusters.py."""
     with on_cluster("dask"):
-        assert cluster.count_workers() > 0
+        assert cluster.count_cluster_workers() > 0
         shared = told_of_pair(as_needed())
-    assert cluster.count_workers() == 0
+    assert cluster.count_cluster_workers() == 0
     monkeypatch.undo()
     assert json.dumps(shared, default=str) == json.dumps(told_of_pair(held()), default=str)
 

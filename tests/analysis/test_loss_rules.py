@@ -14,7 +14,7 @@ from nemo_fp8_debug.analysis.diagnosis.rules.losses import find_reference
 from nemo_fp8_debug.analysis.diagnosis.rules.settings import diverged_at_the_start
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.analysis.runs.run import Run
 
 
@@ -29,7 +29,7 @@ def noisy(n: int = 300) -> LossCurve:
 
 def facts(loss: LossOutcome) -> Facts:
     """Facts of a run that has losses and one operand."""
-    metrics = Metrics.from_rows(pl.DataFrame([{"step": 0, "layer": "fc", "role": "input", "scale_source": "engine"}]))
+    metrics = MetricsTable.from_rows(pl.DataFrame([{"step": 0, "layer": "fc", "role": "input", "scale_source": "engine"}]))
     return facts_of(Run("made", {}, metrics, loss.run), None, loss)
 
 

@@ -13,11 +13,11 @@ from samples import FINGERPRINT, sample
 from unlike_runs import CULPRIT, first_out, rows, run_cli, write
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.onset import running_median
-from nemo_fp8_debug.analysis.runs.grid import SamplePairs, median
-from nemo_fp8_debug.analysis.story.summary import summarize, tell_conclusion, to_json
+from nemo_fp8_debug.analysis.comparison.onset import compute_running_median
+from nemo_fp8_debug.analysis.runs.grid import SamplePairs, compute_last_axis_median
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison, summarize, tell_conclusion
 from nemo_fp8_debug.errors import ConfigError
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 
 class TestPairs:
@@ -50,7 +50,7 @@ def with_holes(shape: tuple[int, int], share: float) -> np.ndarray:
 @pytest.mark.parametrize("n", [1, 5, 8, 9, 10, 40])
 def test_medians_are_those_of_sorted_values(n: int, holes: float) -> None:
     values = with_holes((20, n), holes)
-    for of_one, whole, smooth in zip(values, median(values), running_median(values), strict=True):
+    for of_one, whole, smooth in zip(values, compute_last_axis_median(values), compute_running_median(values), strict=True):
         known = of_one[~np.isnan(of_one)]
         np.testing.assert_array_equal(whole, np.median(known) if len(known) else np.nan)
         for i in range(n):
@@ -96,7 +96,7 @@ class TestSamples:
 
     def test_steps_between_those_that_know_are_filled_in(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline", batch=8), write(tmp_path / "bad", since=100, batch=8)
-        record = RunRecord(bad)
+        record = RunRecordWriter(bad)
         record.open(FINGERPRINT)
         record.record_steps({step: {"loss": 9.0} for step in range(105, 190, 10)})
         record.close()
@@ -118,7 +118,7 @@ class TestRecipes:
     def test_what_was_measured_differently_is_told(self, tmp_path: Path) -> None:
         runs = []
         for name, recipe, source in (("bf16", "delayed-hybrid", "emulated"), ("fp8", "current-hybrid", "engine")):
-            record = RunRecord(tmp_path / name)
+            record = RunRecordWriter(tmp_path / name)
             record.open(
                 {"recipe": {"measured_against": recipe}, "risky_features_on": {"fp8_param": True} if name == "fp8" else {}}
             )
@@ -141,11 +141,11 @@ class TestWhere:
         found = compare(bad, baseline)
         lead = found.out_of_band["lead"][0]
         assert found.divergence_step is not None and lead == found.divergence_step - 100
-        groups = {(r["by"], r["group"]): r for r in found.groups().to_dicts()}
+        groups = {(r["by"], r["group"]): r for r in found.count_out_of_band_groups().to_dicts()}
         assert groups["kind", "linear_fc2"] == groups["kind", "linear_fc2"] | {"tensors": 6, "out_of_band": 1, "onset": 100}
         assert groups["depth", "layer 0"]["out_of_band"] == 0 and groups["depth", "layer 1"]["out_of_band"] == 1
         assert groups["role", "X"]["tensors"] == 8 and groups["role", "dY"]["out_of_band"] == 0
-        assert [r["lead"] for r in to_json(found)["tensors"][:2]] == [lead, None]
+        assert [r["lead"] for r in serialize_comparison(found)["tensors"][:2]] == [lead, None]
 
     @pytest.mark.parametrize(
         ("harmed", "said"),
@@ -167,7 +167,7 @@ class TestWhere:
         self, tmp_path: Path, harmed: Callable[[Any], bool], said: str | None
     ) -> None:
         for name, bad in (("baseline", False), ("bad", True)):
-            record = RunRecord(tmp_path / name)
+            record = RunRecordWriter(tmp_path / name)
             record.open(FINGERPRINT)
             for step in range(0, 60, 10):
                 worse = {"underflow_pct": 30.0, "mse": 1.0} if bad and step >= 20 else {}

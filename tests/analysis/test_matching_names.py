@@ -12,7 +12,7 @@ from unlike_runs import CULPRIT, FOREIGN, first_out, foreign, megatron, rows, ru
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.diagnosis.diagnose import recommend
 from nemo_fp8_debug.errors import RecordError
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 
 class TestNames:
@@ -73,7 +73,7 @@ class TestModels:
             return "output_layer.linear_fc1" if (depth, kind) == (0, "mlp.linear_qkv") else megatron(depth, kind)
 
         baseline = write(tmp_path / "baseline")
-        record = RunRecord(tmp_path / "bad")
+        record = RunRecordWriter(tmp_path / "bad")
         record.open(FINGERPRINT)
         other = "decoder.layers.0.mlp.linear_fc1"
         for step in range(0, 200, 10):

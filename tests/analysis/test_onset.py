@@ -16,7 +16,7 @@ from nemo_fp8_debug import Emulation, Monitor
 from nemo_fp8_debug.analysis.comparison import onset
 from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE, IN_A_ROW
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 
 STEPS = range(0, 400, 10)
 LAYERS = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"]
@@ -34,7 +34,7 @@ USUAL = {
 
 
 def onsets(baseline: pl.DataFrame, of_run: pl.DataFrame) -> pl.DataFrame:
-    return onset.find_onsets(Metrics.from_rows(baseline), Metrics.from_rows(of_run))
+    return onset.find_onsets(MetricsTable.from_rows(baseline), MetricsTable.from_rows(of_run))
 
 
 def run(seed: int, steps: range = STEPS, since: int | None = None, **rise: float) -> pl.DataFrame:

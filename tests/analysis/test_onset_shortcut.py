@@ -11,13 +11,13 @@ from polars.testing import assert_frame_equal
 
 from nemo_fp8_debug.analysis.comparison import onset
 from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 
 TENSORS, SAMPLES = 6, 30
 METRICS = ("mse", *dict.fromkeys(evidence.metric for evidence in EVIDENCE if evidence.metric != "nonfinite"))
 
 
-def record(random: np.random.Generator, interval: int, spoiled: float) -> Metrics:
+def record(random: np.random.Generator, interval: int, spoiled: float) -> MetricsTable:
     """Courses that wander, with steps up, spikes, missing values, zeros and infinities."""
     shape = (TENSORS, SAMPLES)
     rows = {
@@ -34,7 +34,7 @@ def record(random: np.random.Generator, interval: int, spoiled: float) -> Metric
         for other in (np.nan, 0.0, np.inf, 100.0):
             values[random.random(shape) < spoiled / 10] = other
         rows[name] = values.ravel()
-    return Metrics.from_rows(pl.DataFrame(rows).sort("step", maintain_order=True))
+    return MetricsTable.from_rows(pl.DataFrame(rows).sort("step", maintain_order=True))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -50,6 +50,6 @@ def test_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, seed: int, intervals: 
 
 def test_most_steady_tensors_are_left_out_and_those_that_rise_are_not() -> None:
     baseline, run = (record(np.random.default_rng(seed), 5, 0.0).grid for seed in (1, 2))
-    pair = onset.RunPair(baseline, run)
+    pair = onset.AlignedRunSamples(baseline, run)
     left = {evidence.metric: TENSORS - len(onset._may_be_out(evidence, pair)) for evidence in EVIDENCE}
     assert left["nonfinite"] == TENSORS and 0 < left["relative_error"] < TENSORS

@@ -54,7 +54,7 @@ class TestOperand:
         # Without a baseline, values alone are a hint, until limits or bands make more of them.
         sure = "hint" if cause == "outlier" and not paired else "clear"
         assert said(found) == (cause, sure) and found.advise()
-        assert (found.layer, found.role, found.since, found.operand) == (LAYER, "input", ONSET, f"X of {LAYER}")
+        assert (found.layer, found.role, found.since, found.tensor_name) == (LAYER, "input", ONSET, f"X of {LAYER}")
 
     @pytest.mark.parametrize("since", [STEPS[0], STEPS[2]])
     @pytest.mark.parametrize(("bits", "named"), [(14.0, True), (5.0, False)])

@@ -9,7 +9,7 @@ import pytest
 from runs_of_depth import of_depth, write_of_depth
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.layer_matching import match_from_output
+from nemo_fp8_debug.analysis.comparison.layer_matching import match_layers_from_output
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 
 
@@ -30,7 +30,7 @@ def test_a_gradient_that_is_out_beside_both_layers_is_named(tmp_path: Path, culp
     found = compare(run, baseline).out_of_band
     assert found["layer"].to_list() == [of_depth(culprit)]
     named = diagnose(run, baseline).culprit
-    assert named is not None and named.operand == f"dY of {of_depth(culprit)}"
+    assert named is not None and named.tensor_name == f"dY of {of_depth(culprit)}"
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_a_gradient_that_is_out_beside_both_layers_is_named(tmp_path: Path, culp
     ],
 )
 def test_layers_are_matched_from_the_output(baseline: Sequence[str], run: Sequence[str], found: dict[str, str]) -> None:
-    assert match_from_output(baseline, run) == found
+    assert match_layers_from_output(baseline, run) == found

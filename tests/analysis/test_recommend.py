@@ -23,16 +23,16 @@ from nemo_fp8_debug.analysis.recommendation.options import Budget, ChangeReason,
 from nemo_fp8_debug.analysis.recommendation.recommend import (
     Recommendation,
     compute_fp8_coverage,
-    find_over_budget,
+    find_operands_over_budget,
     flops_of,
     recommend,
 )
-from nemo_fp8_debug.analysis.replay.replay import add_to_record, replay
+from nemo_fp8_debug.analysis.replay.replay import replay, write_replayed_rows
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.numerics.recipe import find_recipe
 from nemo_fp8_debug.plan.plan import Plan
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 X = ("0", "input")
 METRICS = ("relative_error", "underflow_pct", "overflow_pct")
@@ -76,12 +76,14 @@ def test_the_run_under_the_change_keeps_the_budget_and_under_the_cheaper_one_doe
 ) -> None:
     found = recommend(record_of(tmp_path / "now", amplitudes, in_use), [X])
     finding, limits = found.findings[0], Budget()
-    assert finding.chosen.recipe == expected
-    assert [change.recipe for change in found.plan.changes] == [expected][: len(found.to_change)]
-    at = finding.options.index(finding.chosen)
+    assert finding.chosen_option.recipe == expected
+    assert [change.recipe for change in found.plan.changes] == [expected][: len(found.fixes_to_apply)]
+    at = finding.options.index(finding.chosen_option)
     for option in finding.options[max(0, at - 1) : at + 1]:
         metrics = (
-            record_of(tmp_path / option.kind, amplitudes, option.recipe).metrics.frame().filter(layer="0", role="input")
+            record_of(tmp_path / option.kind, amplitudes, option.recipe)
+            .metrics.read_all_rows()
+            .filter(layer="0", role="input")
         )
         worst = {name: metrics.tail(len(amplitudes) // 2)[name].max() for name in METRICS}
         assert {name: getattr(option.errors, name) for name in METRICS} == pytest.approx(worst, rel=1e-12)
@@ -96,7 +98,7 @@ def outliers(seed: int, largest: float) -> torch.Tensor:
 
 def planted(folder: Path, largest: dict[tuple[str, str], float], layers: int = 8, **fingerprint: Any) -> Run:
     """Operands in BF16 that are ordinary but for a value of so many standard deviations."""
-    record = RunRecord(folder)
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT | fingerprint)
     for step in range(4):
         keys = [
@@ -141,7 +143,7 @@ class TestBF16:
 
     def test_an_operand_that_keeps_the_budget_stays(self, tmp_path: Path) -> None:
         found = recommend(planted(tmp_path, {}), [(fc2(0), "input"), (fc2(0), "weight")])
-        assert not found.to_change and not found.plan.changes and found.after == found.before == 1
+        assert not found.fixes_to_apply and not found.plan.changes and found.after == found.before == 1
 
 
 @pytest.mark.parametrize(("out", "changes"), [(None, False), ((2, 2), True)])
@@ -150,13 +152,13 @@ def test_what_an_operand_lost_while_it_was_out_of_order_counts(
 ) -> None:
     run = record_of(tmp_path, [1.0, 1.0, 1e5, 1.0, 1.0, 1.0, 1.0, 1.0], "delayed(amax_history_len=1)")
     found = recommend(run, [X], flags={X: ChangeReason("a spike", out)})
-    assert [finding.changes for finding in found.findings] == [changes] and found.findings[0].why == "a spike"
+    assert [finding.changes_cast for finding in found.findings] == [changes] and found.findings[0].why == "a spike"
 
 
 def test_another_format_where_the_range_is_too_small(tmp_path: Path) -> None:
     """3e4 standard deviations: E4M3 underflows, E5M2 does not; metrics against torch's own casts."""
     found = recommend(planted(tmp_path, {(fc2(4), "input"): 3e4}), [(fc2(4), "input")])
-    assert found.findings[0].chosen.recipe == "current-e5m2" and found.findings[0].cost == 0
+    assert found.findings[0].chosen_option.recipe == "current-e5m2" and found.findings[0].cost == 0
     worst = dict.fromkeys(("now", "then"), 0.0)
     for step in (2, 3):
         x = outliers(step, 3e4).float()
@@ -164,7 +166,7 @@ def test_another_format_where_the_range_is_too_small(tmp_path: Path) -> None:
             scale = torch.finfo(dtype).max / x.abs().max()
             lost = ((x * scale).to(dtype).float() == 0) & (x != 0)
             worst[name] = max(worst[name], 100 * lost.double().mean().item())
-    now, then = found.findings[0].options[0].errors, found.findings[0].chosen.errors
+    now, then = found.findings[0].options[0].errors, found.findings[0].chosen_option.errors
     assert now and then and (now.underflow_pct, then.underflow_pct) == pytest.approx((worst["now"], worst["then"]))
 
 
@@ -177,7 +179,7 @@ def test_a_block_recipe_only_where_it_was_what_if(tmp_path: Path) -> None:
             with monitor.step(step):
                 model(outliers(step, 1e11)).float().sum().backward()
         monitor.close()
-        chosen[name] = recommend(Run.read(tmp_path / name), [X]).findings[0].chosen.recipe
+        chosen[name] = recommend(Run.read(tmp_path / name), [X]).findings[0].chosen_option.recipe
     assert chosen == {"none": "bf16", "mxfp8": "mxfp8-e4m3", "both": "blockwise-e4m3"}
 
 
@@ -190,20 +192,20 @@ def test_float32_operands_get_what_bfloat16_ones_of_the_same_values_get(tmp_path
         folder = tmp_path / str(factor)
         found = recommend(record_of(folder, [factor * a for a in amplitudes], in_use, dtype=torch.float32), [X])
         (about,) = found.findings
-        assert about.chosen.recipe == exact.chosen.recipe and about.chosen.kind not in ("stay", "bf16")
-        assert about.chosen.approximate and not exact.chosen.approximate
+        assert about.chosen_option.recipe == exact.chosen_option.recipe and about.chosen_option.kind not in ("stay", "bf16")
+        assert about.chosen_option.approximate and not exact.chosen_option.approximate
         assert any("approximate" in note for note in found.notes)
         assert found.to_json()["findings"][0]["chosen"]["approximate"] is True
-        mine, theirs = about.chosen.errors, exact.chosen.errors
+        mine, theirs = about.chosen_option.errors, exact.chosen_option.errors
         assert mine and theirs and mine.relative_error == pytest.approx(theirs.relative_error, rel=0.05)
 
 
 def test_exact_rows_of_dumps_count_before_rounded_histograms(tmp_path: Path) -> None:
     run = record_of(tmp_path, growing(32.0), "delayed", dtype=torch.float32, dump=["0"], dump_min_free_bytes=0)
-    about = recommend(run, [X]).findings[0].chosen
+    about = recommend(run, [X]).findings[0].chosen_option
     for source in ("histograms", "dumps"):
-        add_to_record(tmp_path, replay(tmp_path, "current", source))
-    exact = recommend(Run.read(tmp_path), [X]).findings[0].chosen
+        write_replayed_rows(tmp_path, replay(tmp_path, "current", source))
+    exact = recommend(Run.read(tmp_path), [X]).findings[0].chosen_option
     assert about.recipe == exact.recipe == "current-hybrid" and (about.approximate, exact.approximate) == (True, False)
     assert about.errors != exact.errors
 
@@ -212,7 +214,7 @@ def test_without_histograms_bf16_is_left_and_the_notes_say_why(tmp_path: Path) -
     run = record_of(tmp_path, growing(32.0), "delayed", dtype=torch.float32)
     shutil.rmtree(tmp_path / "histograms")
     found = recommend(run, [X])
-    assert found.findings[0].chosen.kind == "bf16" and found.findings[0].chosen.errors is None
+    assert found.findings[0].chosen_option.kind == "bf16" and found.findings[0].chosen_option.errors is None
     assert any("no histograms" in note for note in found.notes)
 
 
@@ -249,7 +251,7 @@ class TestFlops:
 
     def test_values_that_are_not_finite_count(self, tmp_path: Path) -> None:
         rows = [{"layer": "a", "role": r, "n": n, "nan": 2, "inf": 1} for r, n in zip(ROLES, (9, 17, 21), strict=True)]
-        record = RunRecord(tmp_path)
+        record = RunRecordWriter(tmp_path)
         record.open(FINGERPRINT)
         record.record(sample(0, [*rows, {"layer": "b", "role": "input"}]))
         record.close()
@@ -279,7 +281,7 @@ class TestRefused:
             recommend(planted(tmp_path, {}), [(fc2(9), "input")])
 
     def test_a_record_without_samples(self, tmp_path: Path) -> None:
-        record = RunRecord(tmp_path)
+        record = RunRecordWriter(tmp_path)
         record.open(FINGERPRINT)
         record.close()
         with pytest.raises(RecordError, match="has no sampled step"):
@@ -301,7 +303,7 @@ class TestCommandLine:
         result = cli(run.path, "--output", tmp_path / "fix")
         assert result.exit_code == 0, result.output
         assert "bf16" in result.stdout and "100% -> 91.7%" in result.stdout
-        expected: Recommendation = recommend(run, find_over_budget(run, Budget()))
+        expected: Recommendation = recommend(run, find_operands_over_budget(run, Budget()))
         assert Plan.load(tmp_path / "fix" / "plan.json") == expected.plan
         before = {path: path.read_text() for path in (tmp_path / "fix").iterdir()}
         again = cli(run.path, "--output", tmp_path / "fix")
@@ -359,18 +361,18 @@ def test_a_healthy_run_with_delayed_scaling_stays_in_fp8(tmp_path: Path, seed: i
                 optimizer.step()
                 optimizer.zero_grad()
     run = Run.read(tmp_path)
-    clipped = run.metrics.frame(["overflow_pct"]).filter(pl.col("step") >= 30)["overflow_pct"].max()
+    clipped = run.metrics.read_all_rows(["overflow_pct"]).filter(pl.col("step") >= 30)["overflow_pct"].max()
     assert isinstance(clipped, float) and clipped > Budget().overflow_pct
-    assert find_over_budget(run, Budget()) == []
+    assert find_operands_over_budget(run, Budget()) == []
     found = recommend(run, [(layer, role) for layer, role in run.metrics.tensors.rows()])
     assert found.before == found.after == 1.0 and not found.plan.changes
 
 
 @pytest.mark.parametrize(("clipped", "asks"), [(23, False), (24, True)])
 def test_a_share_counts_from_24_values_on(tmp_path: Path, clipped: int, asks: bool) -> None:
-    record = RunRecord(tmp_path)
+    record = RunRecordWriter(tmp_path)
     record.open(FINGERPRINT)
     for step in range(8):
         record.record(sample(step, [{"n": 4096, "overflow_pct": 100 * clipped / 4096 if step == 6 else 0.0}]))
     record.close()
-    assert bool(find_over_budget(Run.read(tmp_path), Budget())) == asks
+    assert bool(find_operands_over_budget(Run.read(tmp_path), Budget())) == asks

@@ -20,9 +20,9 @@ from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor, RecordError
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.numerics.metric_names import METRICS
-from nemo_fp8_debug.record.reader import find_run, read_table
-from nemo_fp8_debug.record.storage import Storage
-from nemo_fp8_debug.record.writer import add_rows
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
+from nemo_fp8_debug.record.storage import FolderStorage
+from nemo_fp8_debug.record.writer import add_rows_to_table
 
 
 @pytest.mark.parametrize("source", ["histograms", "dumps"])
@@ -40,8 +40,10 @@ def test_replayed_gradients_are_in_units_of_the_loss_too(tmp_path: Path, source:
             monitor.watch_loss(loss)
             (loss * factor).backward()
         monitor.close()
-        run = find_run(tmp_path / name)
-        assert_frame_equal(replay(run, source=source).drop("rounded"), read_table(run, "metrics"), check_row_order=False)
+        run = find_record(tmp_path / name)
+        assert_frame_equal(
+            replay(run, source=source).drop("rounded"), read_table_rows(run, "metrics"), check_row_order=False
+        )
         replayed[name] = replay(run, "current-e5m2", source).sort("layer", "role")
     plain, scaled = replayed["plain"], replayed["scaled"]
     gradients = pl.col("role") == "grad_output"
@@ -57,7 +59,7 @@ def test_replayed_gradients_are_in_units_of_the_loss_too(tmp_path: Path, source:
 def test_replay_under_the_scales_in_use_gives_the_record(tmp_path: Path, recipe: str | dict[str, Any]) -> None:
     run = train(tmp_path, recipe)
     assert_frame_equal(
-        replay(run).drop("rounded"), read_table(run, "metrics"), check_exact=False, rel_tol=1e-12, check_row_order=False
+        replay(run).drop("rounded"), read_table_rows(run, "metrics"), check_exact=False, rel_tol=1e-12, check_row_order=False
     )
 
 
@@ -69,7 +71,7 @@ def test_replay_under_the_scales_in_use_gives_the_record(tmp_path: Path, recipe:
 def test_replay_under_another_recipe_is_what_a_run_under_it_records(tmp_path: Path, recipe: str | dict[str, Any]) -> None:
     """The runs do not quantize, so the same operands are measured under either recipe."""
     replayed = replay(train(tmp_path / "a", "delayed"), recipe)
-    recorded = read_table(train(tmp_path / "b", recipe), "metrics")
+    recorded = read_table_rows(train(tmp_path / "b", recipe), "metrics")
     if recipe == DELAYED:
         # Without a history each micro-batch is replayed under the one scale that its histogram was recorded for.
         replayed, recorded = (frame.filter(pl.col("step") > 0) for frame in (replayed, recorded))
@@ -107,18 +109,18 @@ def cli(*arguments: object) -> Result:
 class TestAddedToTheRecord:
     def test_rows_of_each_recipe_once(self, tmp_path: Path) -> None:
         run = train(tmp_path, DELAYED)
-        metrics = read_table(run, "metrics")
+        metrics = read_table_rows(run, "metrics")
         for _ in range(2):
             result = cli(tmp_path, "--recipe", "current-e4m3", "--recipe", "delayed(margin=2)")
             assert result.exit_code == 0, result.output
-        rows = read_table(run, "replayed")
+        rows = read_table_rows(run, "replayed")
         assert rows.group_by("recipe").len().sort("recipe").rows() == [
             ("current-e4m3", len(metrics)),
             ("delayed-hybrid(margin=2)", len(metrics)),
         ]
         assert set(rows["scale_source"]) == {"what-if"}
         assert_frame_equal(rows.filter(recipe="current-e4m3"), replay(run, "current-e4m3"), check_row_order=False)
-        assert read_table(run, "metrics").equals(metrics)
+        assert read_table_rows(run, "metrics").equals(metrics)
         recipes = "current-e4m3, delayed-hybrid(margin=2)"
         assert result.stderr == f"replay adds rows under {recipes} to the table `replayed` of {tmp_path}.\n"
         assert f"We added {2 * len(metrics)} rows to the table `replayed` of {tmp_path}." in result.stdout.splitlines()[0]
@@ -132,7 +134,7 @@ class TestAddedToTheRecord:
         cli(tmp_path, "--recipe", "current")
         train(tmp_path, DELAYED, start=3)
         cli(tmp_path, "--recipe", "current")
-        rows = read_table(run, "replayed")
+        rows = read_table_rows(run, "replayed")
         by_step = rows.group_by("step", maintain_order=True).agg(pl.col("attempt").unique(), pl.len()).rows()
         assert by_step == [(s, [0], 6) for s in range(3)] + [(s, [1], 6) for s in range(3, 8)]
 
@@ -164,15 +166,15 @@ class TestInParallel:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def long(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, pl.DataFrame]:
+    def long(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[FolderStorage, pl.DataFrame]:
         run = train(tmp_path_factory.mktemp("long"), DELAYED, steps=20)
         steps = [replay_step(run, step) for step in range(20)]
         return run, pl.concat(steps)
 
-    def test_processes(self, long: tuple[Storage, pl.DataFrame]) -> None:
+    def test_processes(self, long: tuple[FolderStorage, pl.DataFrame]) -> None:
         assert_frame_equal(replay(long[0], "current"), long[1])
 
-    def test_a_ray_cluster(self, long: tuple[Storage, pl.DataFrame]) -> None:
+    def test_a_ray_cluster(self, long: tuple[FolderStorage, pl.DataFrame]) -> None:
         ray = pytest.importorskip("ray")
         ray.init(num_cpus=1, log_to_driver=False, include_dashboard=False)
         try:
@@ -180,19 +182,19 @@ class TestInParallel:
         finally:
             ray.shutdown()
 
-    def test_a_dask_cluster(self, long: tuple[Storage, pl.DataFrame]) -> None:
+    def test_a_dask_cluster(self, long: tuple[FolderStorage, pl.DataFrame]) -> None:
         distributed = pytest.importorskip("distributed")
         with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster:
             assert_frame_equal(replay(long[0], "current", cluster=cluster.scheduler_address), long[1])
 
 
-def replay_step(run: Storage, step: int) -> pl.DataFrame:
+def replay_step(run: FolderStorage, step: int) -> pl.DataFrame:
     """One step by itself, from a record that holds no other."""
     with tempfile.TemporaryDirectory() as folder:
         for table in ("metrics", "histograms"):
-            rows = read_table(run, table, where={"step": step})
-            add_rows(Storage(folder), table, rows)
-        Storage(folder).create("attempt-0.json", b'{"schema_version": 2}')
+            rows = read_table_rows(run, table, where={"step": step})
+            add_rows_to_table(FolderStorage(folder), table, rows)
+        FolderStorage(folder).create_file("attempt-0.json", b'{"schema_version": 2}')
         return replay(folder, "current")
 
 

@@ -15,11 +15,11 @@ from test_emulate import attached
 
 from nemo_fp8_debug import ConfigError, Monitor
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.numerics.block_scaling import BlockRule
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 COUNTS = ["n", "nan", "inf"]
 LOST = ["underflow_pct", "overflow_pct"]
@@ -38,7 +38,7 @@ class TestDumps:
     @pytest.mark.parametrize("recipe", ["current", DELAYED, "delayed-e4m3(amax_compute_algo=most_recent)"])
     def test_they_give_what_the_run_recorded(self, tmp_path: Path, recipe: Any, dtype: torch.dtype) -> None:
         run = train(tmp_path, recipe, dtype, dump=["0"])
-        recorded = read_table(run, "metrics", where={"layer": "0"})
+        recorded = read_table_rows(run, "metrics", where={"layer": "0"})
         replayed = replay(run, None, "dumps")
         assert len(replayed) == len(recorded) == 15
         exact = ["step", "role", *COUNTS, *LOST, "scale", "recipe", "format", "dtype", "scale_source", "calls"]
@@ -63,7 +63,7 @@ class TestDumps:
     @pytest.mark.parametrize("other", OTHERS)
     def test_what_was_what_if_in_the_run_is_what_replay_gives(self, tmp_path: Path, other: str) -> None:
         run = train(tmp_path, DELAYED, what_if=[other])
-        what_if, replayed = read_table(run, "what_if"), replay(run, other)
+        what_if, replayed = read_table_rows(run, "what_if"), replay(run, other)
         replayed = replayed.drop("rounded").with_columns(nonfinite_order=pl.lit(None, pl.Int64))
         assert_frame_equal(what_if, replayed, check_row_order=False)
 
@@ -78,7 +78,7 @@ class TestDumps:
                     loss_of(model, 2 * step + i).backward()
             emulation.end_step()
         monitor.close()
-        recorded = read_table(tmp_path, "metrics").filter(pl.col("layer").str.contains("layers"))
+        recorded = read_table_rows(tmp_path, "metrics").filter(pl.col("layer").str.contains("layers"))
         assert set(recorded["scale_source"]) == {"engine"}
         for source in ("histograms", "dumps"):
             found = of_same_rows(replay(tmp_path, None, source), recorded).drop("rounded")
@@ -98,7 +98,7 @@ class TestDumps:
             errors[key] = errors.get(key, 0) + float(((x - q) ** 2).sum())
             lost[key] = lost.get(key, 0) + int(((x != 0) & (q == 0)).sum())
             n[key] = n.get(key, 0) + x.size
-        for row in read_table(run, "metrics", where={"layer": "0"}).to_dicts():
+        for row in read_table_rows(run, "metrics", where={"layer": "0"}).to_dicts():
             key = row["step"], row["role"]
             assert row["n"] == n[key]
             if row["step"] == 0 and row["role"] != "weight":
@@ -117,7 +117,7 @@ class TestBlocks:
     @pytest.mark.parametrize("dtype", DIRECT, ids=str)
     def test_what_was_what_if_is_what_dumps_give(self, tmp_path: Path, dtype: torch.dtype) -> None:
         run = train(tmp_path, DELAYED, dtype, what_if=[*BLOCKS, "bf16"], dump=["*"])
-        what_if = read_table(run, "what_if")
+        what_if = read_table_rows(run, "what_if")
         assert set(what_if["scale_source"]) == {"what-if"}
         for name in [*BLOCKS, "bf16"]:
             mine = what_if.filter(recipe=parse_recipe(name).name)
@@ -132,8 +132,8 @@ class TestBlocks:
     @pytest.mark.parametrize("name", BLOCKS)
     def test_in_use_gives_the_metrics_that_weighing_gives(self, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
         run = train(tmp_path / "a", name, dtype, dump=["*"])
-        recorded = read_table(run, "metrics")
-        what_if = read_table(train(tmp_path / "b", "current", dtype, what_if=[name]), "what_if")
+        recorded = read_table_rows(run, "metrics")
+        what_if = read_table_rows(train(tmp_path / "b", "current", dtype, what_if=[name]), "what_if")
         assert recorded["scale"].null_count() == recorded["scale_ratio_log2"].null_count() == len(recorded) == 30
         assert recorded["mse"].null_count() == 0
         assert set(recorded["scale_source"]) == {"current"}
@@ -147,15 +147,15 @@ class TestBlocks:
     def test_metrics_are_of_the_codes_and_scales_of_each_tensor(self, tmp_path: Path, name: str) -> None:
         run = train(tmp_path, "current", what_if=[name], dump=["*"])
         recipe = parse_recipe(name)
-        assert isinstance(recipe.scaling, BlockRule)
+        assert isinstance(recipe.scaling, BlockScalingRule)
         errors, n = dict[tuple[Any, ...], float](), dict[tuple[Any, ...], int]()
         for _, step, _, file in dumped_files(run):
             about, tensors = read_dump(run, file)
             x, key = tensors["value"], (step, about.layer, about.role)
-            q = recipe.scaling.quantize(x, about.role, recipe.format_of(about.role)).dequantize()
+            q = recipe.scaling.quantize(x, about.role, recipe.get_format(about.role)).dequantize()
             errors[key] = errors.get(key, 0) + float((x.double() - q).square().sum())
             n[key] = n.get(key, 0) + x.numel()
-        rows = read_table(run, "what_if").to_dicts()
+        rows = read_table_rows(run, "what_if").to_dicts()
         assert len(rows) == len(errors) == 30
         for row in rows:
             key = row["step"], row["layer"], row["role"]
@@ -163,7 +163,7 @@ class TestBlocks:
 
     def test_bf16_costs_float32_something_and_bfloat16_nothing(self, tmp_path: Path) -> None:
         for dtype in (torch.float32, torch.bfloat16):
-            rows = read_table(train(tmp_path / str(dtype), "current", dtype, what_if=["bf16"]), "what_if")
+            rows = read_table_rows(train(tmp_path / str(dtype), "current", dtype, what_if=["bf16"]), "what_if")
             assert set(rows["format"]) == {"bf16"}
             assert ((rows["mse"] > 0) == (dtype == torch.float32)).all()
             assert (rows["relative_error"] < 2**-9).all()
@@ -172,9 +172,9 @@ class TestBlocks:
         with pytest.raises(ConfigError, match=r"replay from histograms.*\(dumps do\), takes .* not 'mxfp8-e4m3'"):
             replay(train(tmp_path / "a", "current"), "mxfp8")
         run = train(tmp_path / "b", "nvfp4")
-        replayed, recorded = replay(run), read_table(run, "metrics")
+        replayed, recorded = replay(run), read_table_rows(run, "metrics")
         assert replayed["mse"].null_count() == len(recorded)
         assert_frame_equal(replayed.select("amax", "kurtosis"), recorded.select("amax", "kurtosis"), rel_tol=1e-12)
         of_weights = pl.col("role") == "weight"  # calls under a block recipe are one histogram
-        current = read_table(train(tmp_path / "c", "current"), "metrics").filter(of_weights)
+        current = read_table_rows(train(tmp_path / "c", "current"), "metrics").filter(of_weights)
         assert_frame_equal(replay(run, "current").filter(of_weights).select(METRICS), current.select(METRICS), rel_tol=1e-12)

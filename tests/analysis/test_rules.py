@@ -20,13 +20,13 @@ from nemo_fp8_debug.analysis.diagnosis.rules.gradients import find_factor
 from nemo_fp8_debug.analysis.diagnosis.rules.settings import KNOWN, find_settings
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.analysis.runs.run import Run
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 
 def run(folder: Path, steps: dict[int, dict[str, Any]], calls: int = 1) -> Run:
-    record = RunRecord(folder)
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT)
     for step in steps:
         each = steps[step].pop("calls", calls)
@@ -144,7 +144,7 @@ def settings(bad: dict[str, Any], baseline: dict[str, Any] | None, from_the_star
     made = Run(
         "made",
         bad,
-        Metrics.from_rows(pl.DataFrame([{"step": 0, "layer": "fc", "role": "input", "scale_source": "engine"}])),
+        MetricsTable.from_rows(pl.DataFrame([{"step": 0, "layer": "fc", "role": "input", "scale_source": "engine"}])),
         curve,
     )
     other = baseline if baseline is None else replace(made, fingerprint=baseline)
@@ -258,7 +258,7 @@ class TestSettings:
 
     def test_the_fingerprint_of_a_real_run_is_clean(self, tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(8, 8))
-        monitor = Monitor(model, recorders=[RunRecord(tmp_path)], interval=1)
+        monitor = Monitor(model, recorders=[RunRecordWriter(tmp_path)], interval=1)
         with monitor.step(0) as report:
             loss = model(torch.randn(4, 8)).square().mean()
             loss.backward()

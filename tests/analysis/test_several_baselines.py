@@ -14,13 +14,13 @@ from samples import FINGERPRINT, sample
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss
+from nemo_fp8_debug.analysis.diagnosis.narrator import tell_loss_outcome
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
 from nemo_fp8_debug.analysis.loss.seeds import choose_baseline_loss, mean_of
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 
 def losses(seed: int, above: float = 0.0, n: int = 400) -> LossCurve:
@@ -55,9 +55,9 @@ class TestLoss:
         found = outcome(5.0, (-4.0, 0.0, 4.0))
         assert found.gap is not None and found.gap.percent == pytest.approx(5.0, abs=0.5)
         assert found.seeds is not None and found.seeds.spread == pytest.approx(4.0, abs=0.5)
-        told = tell_loss(found)
+        told = tell_loss_outcome(found)
         assert "above the baselines' mean" in told and "mean of 3 runs of other batches" in told
-        assert "1 in 20 runs of another seed ends" in told and "Fewer than 1 in 20" in tell_loss(
+        assert "1 in 20 runs of another seed ends" in told and "Fewer than 1 in 20" in tell_loss_outcome(
             outcome(5.0, (-1.0, 0.0, 1.0))
         )
 
@@ -71,7 +71,7 @@ class TestLoss:
             ("run", run), {f"{seed}": losses(seed, each) for seed, each in enumerate((-1.0, 0.0, 1.0), start=1)}
         )
         told = LossOutcome.judge_loss(run, found.curve, same_model=True, seeds=found.seeds)
-        assert told.harm == "harmful" and told.since == pytest.approx(200, abs=4)
+        assert told.harm == "harmful" and told.rise_step == pytest.approx(200, abs=4)
 
     @pytest.mark.parametrize("apart", [0.25, 2.0])
     def test_runs_of_the_same_recipe_are_hardly_ever_called_harmed(self, apart: float) -> None:
@@ -153,7 +153,7 @@ class TestWhichCount:
         )
         for order in ({"a": losses(1), "bad": other}, {"bad": other, "a": losses(1)}, {"bad": other, "worse": other}):
             found = choose_baseline_loss(("run", losses(0)), order)
-            assert tell_loss(LossOutcome.judge_loss(losses(0), found.curve, same_model=True, seeds=found.seeds))
+            assert tell_loss_outcome(LossOutcome.judge_loss(losses(0), found.curve, same_model=True, seeds=found.seeds))
 
 
 def scaled(losses: Mapping[int, float], factor: float) -> dict[int, float]:
@@ -180,7 +180,7 @@ class TestUse:
 
     def test_one_that_has_no_samples_counts_for_the_loss(self, tmp_path: Path) -> None:
         run, first = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "first", losses=falling(1))
-        record = RunRecord(tmp_path / "unsampled")
+        record = RunRecordWriter(tmp_path / "unsampled")
         record.open(FINGERPRINT)
         record.record_steps({step: {"loss": loss} for step, loss in falling(2).items()})
         record.close()
@@ -205,7 +205,7 @@ class TestUse:
         run, first = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "first", losses=falling(1))
         other = write(tmp_path / "other", losses=falling(2), layers=LAYERS[:2])
         wider = tmp_path / "wider"
-        record = RunRecord(wider)
+        record = RunRecordWriter(wider)
         record.open(FINGERPRINT)
         rows = [{"layer": layer, "role": "weight", "n": 16384} for layer in LAYERS]
         record.record(sample(0, rows))

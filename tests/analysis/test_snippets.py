@@ -11,22 +11,26 @@ import yaml
 from recommendations import BF16, CURRENT, MARGIN, Ways, recommendation, run
 from small_models.megatron import gpt
 
-from nemo_fp8_debug.analysis.recommendation.recommend import BF16Ends, Recommendation
+from nemo_fp8_debug.analysis.recommendation.recommend import BF16EndBlocks, Recommendation
 from nemo_fp8_debug.analysis.recommendation.snippets import write_snippets
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, make_global_options, make_module_recipes
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import (
+    flags_of,
+    make_global_options_snippet,
+    make_module_recipes_snippet,
+)
 from nemo_fp8_debug.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
 FC1, FC2 = "decoder.layers.1.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
-ENDS = BF16Ends(1, 2, 8, None)
+ENDS = BF16EndBlocks(1, 2, 8, None)
 
 
 def matched(found: Recommendation, model: torch.nn.Module, folder: Path) -> dict[str, dict[str, Any]]:
     """The modules that Megatron gives a recipe of their own, and which."""
     from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
 
-    snippet = make_module_recipes(found)
+    snippet = make_module_recipes_snippet(found)
     assert snippet
     (folder / snippet.name).write_text(snippet.text)
     recipe = load_quantization_recipe(str(folder / snippet.name))
@@ -68,13 +72,17 @@ class TestModules:
             assert matched(found, model, tmp_path).keys() == {name.format(0), name.format(1)}
 
     def test_a_group_of_experts_is_one_module(self) -> None:
-        found = make_module_recipes(recommendation(run(), {("decoder.layers.1.mlp.experts.linear_fc2.*", "input"): BF16}))
+        found = make_module_recipes_snippet(
+            recommendation(run(), {("decoder.layers.1.mlp.experts.linear_fc2.*", "input"): BF16})
+        )
         assert found and list(yaml.safe_load(found.text)["matchers"]) == ["decoder.layers.1.mlp.experts.linear_fc2"]
 
     @pytest.mark.parametrize(("virtual", "place"), [(None, 2), (2, 0)])
     def test_stages_of_a_pipeline_number_their_blocks_anew(self, virtual: int | None, place: int) -> None:
         host = {"num_layers": 8, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
-        found = make_module_recipes(recommendation(run(**host), {("decoder.layers.6.mlp.linear_fc2", "input"): BF16}))
+        found = make_module_recipes_snippet(
+            recommendation(run(**host), {("decoder.layers.6.mlp.linear_fc2", "input"): BF16})
+        )
         assert found and list(yaml.safe_load(found.text)["matchers"]) == [f"decoder.layers.{place}.mlp.linear_fc2"]
         assert "in every part" in found.coarser[-1]
 
@@ -93,10 +101,12 @@ class TestOptionsOfTheRun:
             (BF16, ENDS, {"fp8_recipe": "tensorwise"}),
         ],
     )
-    def test_megatron_takes_them(self, ways: Ways, ends: BF16Ends | None, expected: dict[str, Any]) -> None:
+    def test_megatron_takes_them(self, ways: Ways, ends: BF16EndBlocks | None, expected: dict[str, Any]) -> None:
         from megatron.core.transformer import TransformerConfig
 
-        snippet = make_global_options(recommendation(run(), {("decoder.layers.3.mlp.linear_fc1", "input"): ways}, ends))
+        snippet = make_global_options_snippet(
+            recommendation(run(), {("decoder.layers.3.mlp.linear_fc1", "input"): ways}, ends)
+        )
         assert snippet
         values = yaml.safe_load(snippet.text)
         of_ends = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2}
@@ -119,7 +129,7 @@ class TestOptionsOfTheRun:
             )
 
     def test_what_they_cannot_do_is_said(self) -> None:
-        snippet = make_global_options(recommendation(run(), {(FC2, "input"): BF16}))
+        snippet = make_global_options_snippet(recommendation(run(), {(FC2, "input"): BF16}))
         assert snippet
         assert yaml.safe_load(snippet.text) == {}
         assert snippet.coarser == (

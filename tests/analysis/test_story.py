@@ -18,7 +18,7 @@ from diagnosed_runs import CULPRIT, EVERY, FIRST, ONSET, N, corrupted, falling, 
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.events import KINDS
-from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
+from nemo_fp8_debug.analysis.diagnosis.ranking import rank_tensors_by_harm
 from nemo_fp8_debug.analysis.story.story import ROWS, draw_event_strip, story
 from nemo_fp8_debug.analysis.story.summary import write_markdown
 
@@ -205,8 +205,8 @@ class TestRanking:
         bad = write(tmp_path / "bad", lossy, layers=layers, culprit=worst, changed="grad_output")
         found = diagnose(bad, good)
         tensors = story(found)["tensors"]
-        assert len(tensors) == 40 and len(harm_ranks(found)) == 48
-        ranks = harm_ranks(found)
+        assert len(tensors) == 40 and len(rank_tensors_by_harm(found)) == 48
+        ranks = rank_tensors_by_harm(found)
         assert [row["harm_rank"] for row in tensors] == [ranks[key] for key in keys(tensors)]
         assert [row["harm_rank"] for row in tensors] == sorted(row["harm_rank"] for row in tensors)
         held_worst = sorted(tensors, key=lambda row: row["error_rank"])[:2]

@@ -23,7 +23,7 @@ from fault_injection.training import Setup, Training, train
 from fault_injection.truth import gap_of, truth
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms, require_matching_gemms
 
 #: a model of one layer of each of the frameworks that have hooks of their own
 SETUPS = {name: Setup(name, "delayed", 1, 1, 1, "scaled") for name in ("moe", "vit")}
@@ -33,7 +33,9 @@ NEUTRAL = [kind for kind in OPERAND_KINDS if kind not in ("nan_operand", "from_t
 def fault(kind: str, setup: Setup, onset: int = 1) -> Fault:
     """One that has its full strength at once."""
     of = family(setup.family)
-    names = [gemm.name for gemm in select_gemms(find_gemms([of.build(0, setup.depth, setup.engine)]), list(of.layers))]
+    names = [
+        gemm.name for gemm in require_matching_gemms(find_gemms([of.build(0, setup.depth, setup.engine)]), list(of.layers))
+    ]
     made = drawn(kind, Draw(random.Random(3), of, setup, names))
     if isinstance(made, Together):
         return replace(made, onset=onset, parts=tuple(replace(part, onset=onset) for part in made.parts))
@@ -108,7 +110,7 @@ def test_a_record_comes_back_as_it_was_measured(tmp_path: object) -> None:
     found = list(truths("tune", tmp_path))  # type: ignore[arg-type]
     assert [one["row"] for one in found] == [0, 1] and found[1]["name"] == case.name
     run, keys = read_run(found[1]), ["step", "layer", "role"]
-    measured, back = recorder.metrics.sort(keys), run.metrics.frame().sort(keys)
+    measured, back = recorder.metrics.sort(keys), run.metrics.read_all_rows().sort(keys)
     assert back.columns == measured.columns and back.schema == measured.schema and len(back) == len(measured) > 0
     for name, values in measured.drop("attempt").to_dict().items():
         if values.dtype != pl.Float64:

@@ -95,7 +95,7 @@ def test_the_trigger_has_the_next_steps_sampled(tmp_path: Path) -> None:
 
 def test_the_error_of_a_product_is_divided_among_its_causes(tmp_path: Path) -> None:
     """Against the squares of the errors themselves: of each operand alone, of both, and of what the kernel returned."""
-    from nemo_fp8_debug.analysis.diagnosis.facts import Records
+    from nemo_fp8_debug.analysis.diagnosis.facts import DiagnosedRecords
     from nemo_fp8_debug.analysis.diagnosis.finding import Finding
     from nemo_fp8_debug.analysis.runs.run import Run
     from nemo_fp8_debug.observations.products.rule import describe_culprit
@@ -113,7 +113,7 @@ def test_the_error_of_a_product_is_divided_among_its_causes(tmp_path: Path) -> N
     monitor.close()
     emulation.detach()
     found = Finding("operand", "underflow", "clear", "", "0", "input", 0)
-    told = describe_culprit(found, Records(Run.read(str(tmp_path))))
+    told = describe_culprit(found, DiagnosedRecords(Run.read(str(tmp_path))))
     of_y = next(part for part in told if "the error of Y" in part)
     shares = {what: float(share) for share, what in re.findall(r"(-?\d+)% ((?:of |joint)[^,]*)", of_y)}
     assert set(shares) == {"of X", "of W", "joint", "of accumulation and rounding"}

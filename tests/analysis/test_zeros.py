@@ -97,7 +97,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> list[Path | None]:
 
 
 def asserted(found: Diagnosis, operand: str, since: int, *told: str) -> None:
-    assert (found.cause, found.culprit and found.culprit.operand) == ("dead", operand), found.verdict()
+    assert (found.cause, found.culprit and found.culprit.tensor_name) == ("dead", operand), found.verdict()
     assert found.culprit and found.culprit.since == since
     assert all(words in found.verdict() for words in told), found.verdict()
 
@@ -215,7 +215,7 @@ class TestHealthyRuns:
     def test_an_adapter_that_warms_up_from_a_rate_of_0(self, tmp_path: Path) -> None:
         model = nn.Sequential(Adapter(is_frozen=False), nn.Linear(16, 8))
         run = train(tmp_path / "run", model=model, rate=lambda step: 0.05 * step)
-        rows = diagnose(run).run.metrics.frame(["amax"]).filter(layer="0.a", role="grad_output")
+        rows = diagnose(run).run.metrics.read_all_rows(["amax"]).filter(layer="0.a", role="grad_output")
         assert rows["amax"][0] == rows["amax"][1] == 0 < rows["amax"][2]
         assert self.dead(run) == []
 
@@ -223,14 +223,14 @@ class TestHealthyRuns:
         model = nn.Sequential(nn.Linear(16, 16), Adapter(is_frozen=True), nn.Linear(16, 8))
         model[1].a.weight.requires_grad_(False)
         run = train(tmp_path / "run", model=model)
-        weights = diagnose(run).run.metrics.frame(["amax"]).filter(layer="1.b", role="weight")
+        weights = diagnose(run).run.metrics.read_all_rows(["amax"]).filter(layer="1.b", role="weight")
         assert set(weights["amax"]) == {0.0}
         assert all(role != "weight" for role in self.dead(run))
 
     @pytest.mark.parametrize("filled", [False, True])
     def test_an_expert_without_tokens(self, tmp_path: Path, filled: bool) -> None:
         run = train(tmp_path / "run", model=Experts(filled))
-        rows = diagnose(run).run.metrics.frame(["amax", "n"]).filter(pl.col("layer") == "experts.2.w1")
+        rows = diagnose(run).run.metrics.read_all_rows(["amax", "n"]).filter(pl.col("layer") == "experts.2.w1")
         of_gradients = rows.filter(pl.col("role") != "weight")
         assert set(of_gradients["amax"]) <= {0.0, None} and (set(of_gradients["n"]) == {64, 32}) == filled
         assert self.dead(run) == []

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from nemo_fp8_debug.capture.backends.base import ScaleInUse, UnknownCast
-from nemo_fp8_debug.capture.dispatcher import Dispatcher
-from nemo_fp8_debug.capture.gemms import Gemm, find_gemms, is_seen_in_forward
-from nemo_fp8_debug.capture.matmul_capture import MatmulCapture
+from nemo_fp8_debug.capture.backends.base import CastInUse, UnknownCastError
+from nemo_fp8_debug.capture.dispatcher import EventDispatcher
+from nemo_fp8_debug.capture.gemms import Gemm, find_gemms, is_observed_in_forward
+from nemo_fp8_debug.capture.matmul_capture import InForwardMatmulCapture
 
 Key = tuple[str, str]
 ROLES = ("input", "weight", "grad_output")
@@ -48,7 +48,7 @@ class _Sink:
     key: Key
     seen: Seen
 
-    def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None) -> None:
+    def add_tensor(self, x: torch.Tensor, order: int, use: CastInUse | None) -> None:
         if self.key[1] == "weight" and self.key in self.seen.tensors:
             return
         self.seen.tensors[self.key].append(x.detach().clone())
@@ -58,15 +58,15 @@ class _Sink:
 def look_at(model: nn.Module, step: Callable[[], None]) -> Seen:
     """What is handed over of all modules that multiply inside their forward, or may."""
     seen = Seen()
-    gemms = [g for g in find_gemms([model], in_forward=True) if is_seen_in_forward(g)]
+    gemms = [g for g in find_gemms([model], in_forward=True) if is_observed_in_forward(g)]
     sinks = {(g.name, role): _Sink(g, (g.name.removeprefix("model."), role), seen) for g in gemms for role in ROLES}
 
     def fault(name: str, role: str, error: Exception, lost: bool) -> None:
-        if not isinstance(error, UnknownCast):
+        if not isinstance(error, UnknownCastError):
             seen.faults.append(error)
 
-    dispatcher = Dispatcher()
-    capture = MatmulCapture(sinks, fault, dispatcher)
+    dispatcher = EventDispatcher()
+    capture = InForwardMatmulCapture(sinks, fault, dispatcher)
     capture.subscribe()
     try:
         step()

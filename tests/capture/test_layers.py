@@ -8,8 +8,8 @@ from torch import nn
 from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.capture.gemms import drop_end_layers, find_gemms, select_gemms
-from nemo_fp8_debug.core.layer_names import compile_patterns
+from nemo_fp8_debug.capture.gemms import drop_end_layers, find_gemms, require_matching_gemms
+from nemo_fp8_debug.core.layer_names import compile_layer_patterns
 
 NAMES = [
     "decoder.layers.3.mlp.linear_fc1",
@@ -42,13 +42,13 @@ class Wrapper(nn.Module):
     ],
 )
 def test_pattern(pattern: str, matched: list[int]) -> None:
-    test = compile_patterns([pattern])
+    test = compile_layer_patterns([pattern])
     assert [i for i, name in enumerate(NAMES) if test(name)] == matched
 
 
 def test_bad_regular_expression_is_named() -> None:
     with pytest.raises(ConfigError, match=r"re:layers\.\(.*not a regular expression"):
-        compile_patterns(["re:layers.("])
+        compile_layer_patterns(["re:layers.("])
 
 
 def test_wrappers_leave_no_trace_in_names() -> None:
@@ -98,12 +98,12 @@ def test_a_shared_module_is_one_gemm() -> None:
 def test_no_match_lists_what_there_is() -> None:
     gemms = find_gemms([nn.Sequential(nn.Linear(2, 2))])
     with pytest.raises(ConfigError, match=r"no GEMM layer matches \['linear_fc9'\]; the model has '0'"):
-        select_gemms(gemms, ["linear_fc9"])
+        require_matching_gemms(gemms, ["linear_fc9"])
 
 
 def test_model_without_gemm() -> None:
     with pytest.raises(ConfigError, match="no supported GEMM layer"):
-        select_gemms(find_gemms([nn.Conv2d(1, 1, 1)]), None)
+        require_matching_gemms(find_gemms([nn.Conv2d(1, 1, 1)]), None)
 
 
 def test_without_ends() -> None:

@@ -361,7 +361,7 @@ def test_parameters_that_nothing_multiplies_are_said(capsys: pytest.CaptureFixtu
         with monitor.step(0):
             model(torch.randn(H, H)).sum().backward()
         monitor.close()
-    assert set(samples.samples[0].columns["layer"]) == {"linear"}
+    assert set(samples.samples[0].operand_columns["layer"]) == {"linear"}
 
 
 def gpt_oss() -> nn.Module:
@@ -414,7 +414,7 @@ def test_real_models_are_not_disturbed(make: Callable[[], nn.Module], checkpoint
     plain, _ = trained(make(), False, checkpointing)
     watched, samples = trained(make(), True, checkpointing)
     assert watched == plain
-    metrics = samples.samples[2].columns
+    metrics = samples.samples[2].operand_columns
     rows = {(layer, role): i for i, (layer, role) in enumerate(zip(metrics["layer"], metrics["role"], strict=True))}
     inside = {
         gpt_oss: [f"model.layers.{i}.mlp.experts.{name}" for i in (0, 1) for name in ("gate_up_proj", "down_proj")],

@@ -7,7 +7,7 @@ import random
 import pytest
 from torch import nn
 
-from nemo_fp8_debug.capture.scan import list_inner_modules, scan_modules
+from nemo_fp8_debug.capture.scan import list_inner_module_ids, scan_modules
 
 
 def random_model(seed: int) -> nn.Module:
@@ -29,11 +29,11 @@ def test_finds_what_torch_walks_through(seed: int) -> None:
     roots = [random_model(seed), random_model(seed + 100)]
     scanned = scan_modules([*roots, roots[0][0]])
     expected = [(root, path, module) for root in [*roots, roots[0][0]] for path, module in root.named_modules()]
-    assert [(one.root, one.path, one.module) for one in scanned] == expected
+    assert [(one.root, one.path_in_root, one.module) for one in scanned] == expected
     running = {inner for root in roots for m in root.modules() if m._compiled_call_impl for inner in m.modules()}
     assert {one.module for one in scanned if one.compiled} == running
     for one in scanned:
-        paths = [one.path.rsplit(".", cut)[0] for cut in range(1, one.path.count(".") + 1)]
-        around = [*(one.root.get_submodule(path) for path in paths), *([one.root] if one.path else [])]
+        paths = [one.path_in_root.rsplit(".", cut)[0] for cut in range(1, one.path_in_root.count(".") + 1)]
+        around = [*(one.root.get_submodule(path) for path in paths), *([one.root] if one.path_in_root else [])]
         assert one.enclosing_modules == around
-        assert list_inner_modules(one.module) == {id(m) for m in one.module.modules() if m is not one.module}
+        assert list_inner_module_ids(one.module) == {id(m) for m in one.module.modules() if m is not one.module}

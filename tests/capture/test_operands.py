@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug.capture.backends import torch_linear
-from nemo_fp8_debug.capture.backends.base import ScaleInUse, make_unquantized_cast
+from nemo_fp8_debug.capture.backends.base import CastInUse, make_unquantized_cast
 from nemo_fp8_debug.capture.gemms import Gemm
-from nemo_fp8_debug.capture.operand_stats import collect_stats
-from nemo_fp8_debug.capture.operands import KEPT_APART, Operand
+from nemo_fp8_debug.capture.operand_stats import collect_operand_stats
+from nemo_fp8_debug.capture.operands import KEPT_APART, OperandAccumulator
 from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics.block_scaling import quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3
@@ -22,25 +22,25 @@ from nemo_fp8_debug.observations.operands.measure import measure_tensors
 
 #: casts of a step's calls: one histogram of them all, one histogram a call up to `KEPT_APART`, and what comes after
 IN_USE = {
-    "one scale, of the whole": ScaleInUse(CurrentScaling(), E4M3, parse_recipe("current"), "current"),
-    "one scale, held": ScaleInUse(torch.tensor(3.0), E4M3, parse_recipe("delayed"), "engine"),
-    "a scale a call": ScaleInUse(CurrentScaling(), E4M3, parse_recipe("current"), "engine"),
+    "one scale, of the whole": CastInUse(CurrentScaling(), E4M3, parse_recipe("current"), "current"),
+    "one scale, held": CastInUse(torch.tensor(3.0), E4M3, parse_recipe("delayed"), "engine"),
+    "a scale a call": CastInUse(CurrentScaling(), E4M3, parse_recipe("current"), "engine"),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("use", IN_USE.values(), ids=IN_USE)
-def test_block_recipes_are_what_if_on_each_micro_batch_by_itself(use: ScaleInUse, dtype: torch.dtype) -> None:
+def test_block_recipes_are_what_if_on_each_micro_batch_by_itself(use: CastInUse, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     batches = [(10.0**i * torch.randn(24, 160, generator=g)).to(dtype) for i in range(KEPT_APART + 2)]
     what_if = [parse_recipe(name) for name in ("mxfp8", "blockwise", "nvfp4")]
-    operand = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), "input", use, what_if=what_if)
+    operand = OperandAccumulator(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), "input", use, what_if=what_if)
     for order, x in enumerate(batches):
-        operand.add(x, order)
-    assert torch.equal(operand.total.counts, count_histogram(torch.stack(batches)).counts)
+        operand.add_tensor(x, order)
+    assert torch.equal(operand.total_histogram.counts, count_histogram(torch.stack(batches)).counts)
     for recipe in what_if:
         got = QuantizationSums.concat(operand.what_if_sums[recipe.name])
-        by = recipe.scaling, "input", recipe.format_of("input")
+        by = recipe.scaling, "input", recipe.get_format("input")
         want = QuantizationSums.concat([quantization_sums_in_blocks(x, *by) for x in batches])
         for name, column in vars(want).items():
             assert getattr(got, name).tolist() == pytest.approx(column.tolist(), rel=1e-12, abs=0.0), (recipe.name, name)
@@ -53,9 +53,9 @@ def test_metrics_of_what_is_not_quantized_are_over_finite_values(dtype: torch.dt
     rows = []
     for value in (0.0, torch.inf):
         x[0, 0] = value
-        seen = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), "input", make_unquantized_cast("input"))
-        seen.add(x, 0)
-        rows.append({name: column[0] for name, column in measure_tensors(collect_stats([seen])).metrics.items()})
+        seen = OperandAccumulator(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), "input", make_unquantized_cast("input"))
+        seen.add_tensor(x, 0)
+        rows.append({name: column[0] for name, column in measure_tensors(collect_operand_stats([seen])).metrics.items()})
     finite, infinite = rows
     assert infinite["inf"] == 1 and infinite["scale"] == finite["scale"]
     assert infinite["underflow_pct"] == finite["underflow_pct"] and infinite["overflow_pct"] == 0
@@ -68,9 +68,9 @@ def test_an_infinity_leaves_errors_those_of_the_finite_values(dtype: torch.dtype
     """Against float64: the scale is that of the largest finite magnitude, which the row reports, on either path."""
     x = (torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) * 1e-3).to(dtype)
     x[0, 0], x[1, 1], x[2, 2] = torch.inf, -torch.inf, torch.nan
-    seen = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), role, make_unquantized_cast(role))
-    seen.add(x, 0)
-    row = {name: column[0] for name, column in measure_tensors(collect_stats([seen])).metrics.items()}
+    seen = OperandAccumulator(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), role, make_unquantized_cast(role))
+    seen.add_tensor(x, 0)
+    row = {name: column[0] for name, column in measure_tensors(collect_operand_stats([seen])).metrics.items()}
     finite = x[x.isfinite()].double().numpy()
     largest, mantissa, lowest = (448.0, 3, -6) if role == "input" else (57344.0, 2, -14)
     assert row["scale"] == np.float32(largest) / np.float32(np.abs(finite).max())

@@ -119,21 +119,25 @@ class TestTwoRuns:
 
     def test_a_gradient_that_is_lost_behind_the_backward_pass_is_named(self, tmp_path: Path) -> None:
         told = diagnose(self.trained(tmp_path / "run", spoiled_gradient=True))
-        assert (told.cause, told.culprit and told.culprit.operand) == ("nonfinite", "dW of 1")
+        assert (told.cause, told.culprit and told.culprit.tensor_name) == ("nonfinite", "dW of 1")
         assert told.culprit and told.culprit.since == 3 and "then in W of 1 at 4" in told.verdict()
 
     def test_a_moment_that_is_lost_is_named(self, tmp_path: Path) -> None:
         told = diagnose(self.trained(tmp_path / "run", spoiled=True), self.trained(tmp_path / "baseline"))
-        assert told.culprit and (told.culprit.operand, told.culprit.since) == ("m of 0", 3)
+        assert told.culprit and (told.culprit.tensor_name, told.culprit.since) == ("m of 0", 3)
 
     def test_a_step_of_another_size_comes_first(self, tmp_path: Path) -> None:
-        found = compare(self.trained(tmp_path / "run", rate=8e-3), self.trained(tmp_path / "baseline")).features["states"]
+        found = compare(self.trained(tmp_path / "run", rate=8e-3), self.trained(tmp_path / "baseline")).feature_comparisons[
+            "states"
+        ]
         assert len(found) == 2 * 3 and found["tensor"].to_list()[:2] == ["step of W"] * 2
         assert found["size_log2"].to_list()[:2] == pytest.approx([3.0, 3.0], abs=0.2)
         assert found["nonfinite_since"].is_null().all()
 
     def test_a_state_that_is_lost_comes_before_all(self, tmp_path: Path) -> None:
-        found = compare(self.trained(tmp_path / "run", spoiled=True), self.trained(tmp_path / "baseline")).features["states"]
+        found = compare(
+            self.trained(tmp_path / "run", spoiled=True), self.trained(tmp_path / "baseline")
+        ).feature_comparisons["states"]
         first = found.row(0, named=True)
         assert (first["layer"], first["nonfinite_since"]) == ("0", 3)
 

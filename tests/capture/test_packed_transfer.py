@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nemo_fp8_debug.capture.backends import torch_linear
-from nemo_fp8_debug.capture.backends.base import ScaleInUse
+from nemo_fp8_debug.capture.backends.base import CastInUse
 from nemo_fp8_debug.capture.device_to_host import GROUP, copied_to_host, packed, unpacked
 from nemo_fp8_debug.capture.gemms import Gemm
-from nemo_fp8_debug.capture.operand_stats import collect_stats
-from nemo_fp8_debug.capture.operands import Operand
+from nemo_fp8_debug.capture.operand_stats import collect_operand_stats
+from nemo_fp8_debug.capture.operands import OperandAccumulator
 from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.numerics.block_scaling import MXFP8Scaling
 from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
@@ -62,19 +62,19 @@ def test_of_histograms_only_what_they_hold_is_copied(n: int) -> None:
     assert bytes_copied[0] == 12 * held + 4 + 8 * (BINS - 1)
 
 
-def operand(use: ScaleInUse, dtype: torch.dtype) -> Operand:
+def operand(use: CastInUse, dtype: torch.dtype) -> OperandAccumulator:
     """Five calls, of which those beyond the first two are kept in sums where scales differ."""
     what_if = [parse_recipe(name) for name in ("mxfp8", "bf16")]
-    seen = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), "input", use, what_if)
+    seen = OperandAccumulator(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), "input", use, what_if)
     for call in range(5):
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(call)).to(dtype)
         x[0, 0] = torch.inf if call == 3 else 1
         scale = use.scale * (call + 1) if isinstance(use.scale, torch.Tensor) else use.scale
-        seen.add(x, call, replace(use, scale=scale))
+        seen.add_tensor(x, call, replace(use, scale=scale))
     return seen
 
 
-def tensors_of(seen: Operand) -> dict[int, torch.Tensor]:
+def tensors_of(seen: OperandAccumulator) -> dict[int, torch.Tensor]:
     """All tensors that hang on what was collected, as pickle finds them."""
     found: dict[int, torch.Tensor] = {}
 
@@ -90,15 +90,15 @@ def tensors_of(seen: Operand) -> dict[int, torch.Tensor]:
     return found
 
 
-CASES: dict[str, Callable[[], Operand]] = {
-    "delayed": lambda: operand(ScaleInUse(torch.tensor(8.0), E4M3, parse_recipe("delayed-e4m3"), "engine"), torch.bfloat16),
-    "current": lambda: operand(ScaleInUse(CurrentScaling(), E4M3, parse_recipe("current-e4m3"), "engine"), torch.float16),
-    "blocks": lambda: operand(ScaleInUse(MXFP8Scaling(), E4M3, parse_recipe("mxfp8-e4m3"), "engine"), torch.bfloat16),
-    "float32": lambda: operand(ScaleInUse(torch.tensor(8.0), E4M3, parse_recipe("delayed-e4m3"), "engine"), torch.float32),
+CASES: dict[str, Callable[[], OperandAccumulator]] = {
+    "delayed": lambda: operand(CastInUse(torch.tensor(8.0), E4M3, parse_recipe("delayed-e4m3"), "engine"), torch.bfloat16),
+    "current": lambda: operand(CastInUse(CurrentScaling(), E4M3, parse_recipe("current-e4m3"), "engine"), torch.float16),
+    "blocks": lambda: operand(CastInUse(MXFP8Scaling(), E4M3, parse_recipe("mxfp8-e4m3"), "engine"), torch.bfloat16),
+    "float32": lambda: operand(CastInUse(torch.tensor(8.0), E4M3, parse_recipe("delayed-e4m3"), "engine"), torch.float32),
 }
 
 
-def brought_home(seen: Operand) -> int:
+def brought_home(seen: OperandAccumulator) -> int:
     """Brings what was collected of an operand, and returns how many bytes were copied."""
     on_the_way, copied = dict[int, torch.Tensor](), list[int]()
 
@@ -110,20 +110,20 @@ def brought_home(seen: Operand) -> int:
         copied.append(away.numel())
         return away.clone()
 
-    seen.move(note)
+    seen.move_tensors(note)
     home = dict(zip(on_the_way, copied_to_host(list(on_the_way.values()), copy), strict=True))
-    seen.move(lambda x: home[id(x)])
+    seen.move_tensors(lambda x: home[id(x)])
     assert len(copied) == 1
     return copied[0]
 
 
-def others_of(seen: Operand, samples: int) -> list[EmulatedScales]:
+def others_of(seen: OperandAccumulator, samples: int) -> list[EmulatedScales]:
     """Recipes to what_if, after some samples of another amax."""
     names = "delayed(margin=1)", "current-e5m2", "bf16", "mxfp8"
     others = [EmulatedScales(parse_recipe(name), [seen.key]) for name in names]
     for amax in range(samples):
         for other in others:
-            other.observe([seen.key], torch.tensor([3.0 + amax]))
+            other.update_amax_histories([seen.key], torch.tensor([3.0 + amax]))
     return others
 
 
@@ -134,7 +134,7 @@ def test_all_that_was_collected_moves_and_gives_the_same_metrics(case: str, samp
     before = tensors_of(moved)
     brought_home(moved)
     assert not before.keys() & tensors_of(moved).keys()
-    a, b = (measure_tensors(collect_stats([seen]), others_of(seen, samples)) for seen in (stayed, moved))
+    a, b = (measure_tensors(collect_operand_stats([seen]), others_of(seen, samples)) for seen in (stayed, moved))
     assert a.metrics == b.metrics
     assert a.what_if == b.what_if
     for x, y in zip(a.histograms["counts"], b.histograms["counts"], strict=True):

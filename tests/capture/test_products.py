@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from watched_products import ALL, ROLES, linear_operands, lowered, run, watching
 
 from nemo_fp8_debug.capture import operands
-from nemo_fp8_debug.numerics.block_scaling import BlockRule
-from nemo_fp8_debug.numerics.gemm_error import sample_places
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule
+from nemo_fp8_debug.numerics.gemm_error import sample_indices
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def of_a_block(product: str, given: dict[str, torch.Tensor], low: Mapping[str, A
     """Metrics of a product from n rows or columns of its operands alone."""
 
     def cut(m: torch.Tensor, columns: bool) -> torch.Tensor:
-        at = sample_places(m.shape[columns], n, CPU, 0, False)
+        at = sample_indices(m.shape[columns], n, CPU, 0, False)
         return m[:, at] if columns else m[at]
 
     # An operand that the product does not take is cut to nothing that could be multiplied.
@@ -71,10 +71,10 @@ def test_a_part_of_an_output_is_a_block_of_it() -> None:
 def test_places_are_spread_evenly_and_in_step_with_nothing() -> None:
     for n, k in ((1, 1), (7, 64), (64, 64), (65, 64), (150, 16), (8192, 64), (100_003, 128)):
         for step in (0, 7, 10**9):
-            at = sample_places(n, k, CPU, step, False).tolist()
+            at = sample_indices(n, k, CPU, step, False).tolist()
             assert len(at) == min(n, k)
             assert all(i * n // len(at) <= place < (i + 1) * n // len(at) for i, place in enumerate(at))
-    phases = {place % 128 for place in sample_places(8192, 64, CPU, 0, False).tolist()}
+    phases = {place % 128 for place in sample_indices(8192, 64, CPU, 0, False).tolist()}
     assert len(phases) > 32  # of heads of 128 features, say
 
 
@@ -83,13 +83,13 @@ def test_places_are_spread_evenly_and_in_step_with_nothing() -> None:
 def test_samples_reach_every_place(interval: int, columns: bool) -> None:
     for n, k, first in ((256, 16, 0), (1000, 64, 0), (1664, 64, 137)):
         steps = range(first, first + 60 * interval, interval)
-        assert {place for step in steps for place in sample_places(n, k, CPU, step, columns).tolist()} == {*range(n)}
+        assert {place for step in steps for place in sample_indices(n, k, CPU, step, columns).tolist()} == {*range(n)}
 
 
 def test_every_row_meets_every_column() -> None:
     """So that a single wrong value is found in the end."""
     steps = range(59 * 53)
-    met = {(int(sample_places(26, 1, CPU, step, False)), int(sample_places(26, 1, CPU, step, True))) for step in steps}
+    met = {(int(sample_indices(26, 1, CPU, step, False)), int(sample_indices(26, 1, CPU, step, True))) for step in steps}
     assert len(met) == 26 * 26
 
 
@@ -99,11 +99,11 @@ def test_blocks_run_along_what_is_summed_over(recipe: str) -> None:
     linear, given = linear_operands()
     parsed = parse_recipe(recipe)
     rule = parsed.scaling
-    assert isinstance(rule, BlockRule)
+    assert isinstance(rule, BlockScalingRule)
 
     def low(role: str, columns: bool) -> Any:
         m = given[role].reshape(-1, given[role].shape[-1])
-        q = rule.quantize(m.t() if columns else m, role, parsed.format_of(role)).dequantize()
+        q = rule.quantize(m.t() if columns else m, role, parsed.get_format(role)).dequantize()
         return (q.t() if columns else q).contiguous().numpy()
 
     for n in (ALL, 16):
@@ -118,13 +118,13 @@ def test_blocks_run_along_what_is_summed_over(recipe: str) -> None:
 def kept_by(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[torch.Tensor]]:
     """Every operand that is counted, in order, a tensor for each call."""
     taken: dict[tuple[str, str], list[torch.Tensor]] = {}
-    original = operands.Operand.add
+    original = operands.OperandAccumulator.add_tensor
 
-    def keep(self: operands.Operand, x: torch.Tensor, order: int, use: Any = None) -> None:
+    def keep(self: operands.OperandAccumulator, x: torch.Tensor, order: int, use: Any = None) -> None:
         taken.setdefault((self.gemm.name, self.role), []).append(x.detach().clone())
         original(self, x, order, use)
 
-    monkeypatch.setattr(operands.Operand, "add", keep)
+    monkeypatch.setattr(operands.OperandAccumulator, "add_tensor", keep)
     return taken
 
 

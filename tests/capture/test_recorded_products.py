@@ -16,7 +16,7 @@ from torch import nn
 from watched_products import ALL, ROLES, linear_operands, lowered, run, watching
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 
 @pytest.mark.parametrize("n", [ALL, 1])
@@ -64,13 +64,13 @@ def test_a_fault_costs_products_and_no_operand(monkeypatch: pytest.MonkeyPatch) 
 
     linear, given = linear_operands()
     monitor, samples = watching(linear, on_error="warn")
-    monkeypatch.setattr(output_samples.ProductTerms, "product", faulty)
+    monkeypatch.setattr(output_samples.ProductTerms, "from_rows", faulty)
     with pytest.warns(FP8DebugWarning, match="while computing parts of outputs.*injected"):
         with monitor.step(0):
             linear(given["input"]).backward(given["grad_output"])
         monitor.flush()
     assert {role for _, role in samples.rows(0)} == set(ROLES)
-    assert samples.samples[0].table("outputs") == {}
+    assert samples.samples[0].get_table("outputs") == {}
 
 
 def test_experts_and_their_fold() -> None:
@@ -104,7 +104,7 @@ def test_they_are_recorded_and_streamed(tmp_path: Path) -> None:
             report(consumed_samples=4.0 * step)
             linear(given["input"]).backward(given["grad_output"])
     monitor.close()
-    table = read_table(tmp_path, "outputs")
+    table = read_table_rows(tmp_path, "outputs")
     assert table["step"].to_list() == [0] * 3 + [1] * 3
     assert table["consumed_samples"].to_list() == [0.0] * 3 + [4.0] * 3
     by_product = {row["product"]: row for row in table.to_dicts()[:3]}
@@ -126,7 +126,7 @@ def test_a_record_without_them_reads_as_empty(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(read_table(tmp_path, "outputs")) == 0
+        assert len(read_table_rows(tmp_path, "outputs")) == 0
 
 
 def test_rows_must_be_a_number() -> None:

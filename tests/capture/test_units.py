@@ -15,11 +15,11 @@ from helpers import Samples
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.dispatcher import Dispatcher
-from nemo_fp8_debug.capture.grad_scale import GradScale
-from nemo_fp8_debug.capture.patching import watch_calls
+from nemo_fp8_debug.capture.dispatcher import EventDispatcher
+from nemo_fp8_debug.capture.grad_scale import GradientMultiplier
+from nemo_fp8_debug.capture.patching import watch_function_calls
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 UNITS = ("amax", "amin", "mse")
 
@@ -67,8 +67,8 @@ def test_a_loss_that_the_model_returns(
     returned: Callable[[torch.Tensor], Any], taken: Callable[[Any], torch.Tensor], in_place: bool
 ) -> None:
     model = Model(returned)
-    dispatcher = Dispatcher()
-    multiplier = GradScale([model], (), nullcontext, dispatcher)
+    dispatcher = EventDispatcher()
+    multiplier = GradientMultiplier([model], (), nullcontext, dispatcher)
     multiplier.subscribe()
     for micro in range(2):
         loss = taken(model(batch(0, micro)))
@@ -79,24 +79,24 @@ def test_a_loss_that_the_model_returns(
             loss = loss / 4 * 256
         loss.sum().backward()
     dispatcher.close()
-    assert float(multiplier.value()) == 64
+    assert float(multiplier.compute_multiplier()) == 64
     assert not model._forward_hooks
 
 
 def test_what_is_not_known_is_not_made_up() -> None:
     model = Model()
-    multiplier = GradScale([model, model.layers], (), nullcontext, Dispatcher())
+    multiplier = GradientMultiplier([model, model.layers], (), nullcontext, EventDispatcher())
     multiplier.subscribe()
     model.layers(batch(0)).square().mean().backward()  # no scalar
     with torch.no_grad():
         model(batch(0))
     model(batch(0))  # never backpropagated
-    assert multiplier.value() is None
+    assert multiplier.compute_multiplier() is None
     for factor in (1, 2):
         (model(batch(0)) * factor).backward()
-    assert math.isnan(multiplier.value())
+    assert math.isnan(multiplier.compute_multiplier())
     (model(batch(0)) * torch.inf).backward()
-    assert math.isnan(multiplier.value())
+    assert math.isnan(multiplier.compute_multiplier())
 
 
 def train(output: Path | None, factor: float | None, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
@@ -127,12 +127,12 @@ def test_a_run_is_not_disturbed_and_has_its_metrics_in_units_of_its_loss(tmp_pat
     losses, weights = train(None, factor)
     watched, watched_weights = train(tmp_path, factor, what_if=["delayed"])
     assert watched == losses and all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
-    steps = read_table(find_run(tmp_path), "steps", ["step", "grad_scale"])
+    steps = read_table_rows(find_record(tmp_path), "steps", ["step", "grad_scale"])
     measured = float(torch.tensor(factor))  # of a loss in float32
     assert steps.rows() == [(0, measured), (1, None), (2, measured), (3, None)]
     plain = unscaled_rows(Model(), [batch(0, micro) for micro in range(2)], "current")
     for table in ("metrics", "what_if"):
-        rows = list(read_table(find_run(tmp_path), table, where={"step": 0}).iter_rows(named=True))
+        rows = list(read_table_rows(find_record(tmp_path), table, where={"step": 0}).iter_rows(named=True))
         assert len(rows) in (6, 0)  # float32 operands are not tried
         for row in rows:
             for metric in UNITS:
@@ -146,8 +146,8 @@ def test_a_run_is_not_disturbed_and_has_its_metrics_in_units_of_its_loss(tmp_pat
 
 def test_micro_batches_that_differ_leave_it_open(tmp_path: Path) -> None:
     train(tmp_path, None)
-    assert read_table(find_run(tmp_path), "steps")["grad_scale"].null_count() == 4
-    assert read_table(find_run(tmp_path), "metrics")["unscaled_amax"].null_count() == 12
+    assert read_table_rows(find_record(tmp_path), "steps")["grad_scale"].null_count() == 4
+    assert read_table_rows(find_record(tmp_path), "metrics")["unscaled_amax"].null_count() == 12
 
 
 def test_what_the_user_says_counts(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_what_the_user_says_counts(tmp_path: Path) -> None:
         model(batch(0)).backward()
         report(grad_scale=0.0)
     monitor.close()
-    assert read_table(find_run(tmp_path), "steps")["grad_scale"].to_list() == [8.0, 0.5, None]
+    assert read_table_rows(find_record(tmp_path), "steps")["grad_scale"].to_list() == [8.0, 0.5, None]
 
 
 def test_a_grad_scaler_that_skips_a_step() -> None:
@@ -190,7 +190,7 @@ def test_a_grad_scaler_that_skips_a_step() -> None:
     assert skipped[0] and not skipped[3]
     for step in range(4):
         sample = seen.samples[step]
-        assert ("the optimizer skipped this step" in sample.remarks) == skipped[step]
+        assert ("the optimizer skipped this step" in sample.describe_anomalies) == skipped[step]
         assert sample.scalars["grad_scale"] == 2.0 ** (20 - step if step < sum(skipped) else 20 - sum(skipped))
     first = skipped.index(False)  # no step before has changed the weights
     expected = Samples()
@@ -201,7 +201,7 @@ def test_a_grad_scaler_that_skips_a_step() -> None:
     for layer in ("layers.0", "layers.2"):
         true = seen.rows(first)[layer, "grad_output"]["unscaled_amax"]
         assert true == pytest.approx(expected.rows(0)[layer, "grad_output"]["amax"], rel=2e-3)
-    what_if = seen.samples[first].table("what_if")
+    what_if = seen.samples[first].get_table("what_if")
     of_dy = [i for i, role in enumerate(what_if["role"]) if role == "grad_output"]
     scale = seen.samples[first].scalars["grad_scale"]
     assert of_dy and all(what_if["unscaled_mse"][i] == what_if["mse"][i] / scale**2 for i in of_dy)
@@ -219,7 +219,7 @@ def test_several_may_stand_in_and_leave_in_any_order() -> None:
 
     for order in ((0, 1), (1, 0)):
         host, seen = Backend(), ([], [])
-        leave = [watch_calls(host, "work", call, seen[i].append) for i in range(2)]
+        leave = [watch_function_calls(host, "work", call, seen[i].append) for i in range(2)]
         assert host.work(1) == 2
         leave[order[0]]()
         assert host.work(2) == 3
@@ -269,12 +269,12 @@ def test_megatron_schedules() -> None:
     original, plain = schedules.forward_step, megatron_step(1)
     expected = {
         (layer, role): value if role == "grad_output" else None
-        for layer, role, value in zip(*(plain.columns[c] for c in ("layer", "role", "amax")), strict=True)
+        for layer, role, value in zip(*(plain.operand_columns[c] for c in ("layer", "role", "amax")), strict=True)
     }
     assert len(expected) > 20
     for micro_batches, loss_scale, summed in ((1, 1.0, False), (2, 1.0, False), (4, 256.0, False), (2, 8.0, True)):
         sample = megatron_step(micro_batches, loss_scale, summed)
         assert sample.scalars["grad_scale"] == loss_scale / micro_batches
-        rows = zip(*(sample.columns[c] for c in ("layer", "role", "unscaled_amax")), strict=True)
+        rows = zip(*(sample.operand_columns[c] for c in ("layer", "role", "unscaled_amax")), strict=True)
         assert {(layer, role): value for layer, role, value in rows} == expected
     assert schedules.forward_step is original

@@ -11,12 +11,12 @@ from torch import nn
 from torchao.optim import AdamW8bit
 
 from nemo_fp8_debug import Emulation, Monitor, read_record
-from nemo_fp8_debug.analysis.diagnosis.facts import Records
+from nemo_fp8_debug.analysis.diagnosis.facts import DiagnosedRecords
 from nemo_fp8_debug.analysis.diagnosis.finding import Finding
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.core.keys import STATES
-from nemo_fp8_debug.numerics.adam import Adam, AdamValues, update_sums
-from nemo_fp8_debug.numerics.gemm_error import sample_places
+from nemo_fp8_debug.numerics.adam import Adam, AdamValues, compute_update_sums
+from nemo_fp8_debug.numerics.gemm_error import sample_indices
 from nemo_fp8_debug.observations.states import table
 from nemo_fp8_debug.observations.states.rule import describe_culprit
 
@@ -62,7 +62,8 @@ class Watched:
                 self.optimizer.step()
             exact = self.kept["dy"].double().T @ self.kept["x"].double()
             rows, columns = (
-                sample_places(n, options["output_rows"], torch.device("cpu"), step, n == IN) for n in self.layer.weight.shape
+                sample_indices(n, options["output_rows"], torch.device("cpu"), step, n == IN)
+                for n in self.layer.weight.shape
             )
             whole = before, self.state(), [gradient], [exact if calls == 1 else gradient]
             before, after, (gradient,), (exact,) = ([x[rows][:, columns] for x in part] for part in whole)
@@ -147,10 +148,10 @@ def test_a_step_that_is_not_that_of_its_moments_is_not_adam_s() -> None:
     adam = Adam(RATE, BETAS, EPS, DECAY, True, 1)
     weight, gradient = torch.randn(2, 8, 8, dtype=torch.float64)
     zero = torch.zeros_like(weight)
-    first, second = adam.moments(zero, zero, gradient, weight)
+    first, second = adam.update_moments(zero, zero, gradient, weight)
     for part, known in ((1.0, True), (0.25, False)):
-        after = AdamValues(weight + part * adam.change(first, second, weight), first, second)
-        sums = update_sums(adam, AdamValues(weight, zero, zero), after, gradient, None, True)
+        after = AdamValues(weight + part * adam.compute_weight_change(first, second, weight), first, second)
+        sums = compute_update_sums(adam, AdamValues(weight, zero, zero), after, gradient, None, True)
         assert bool(sums[0] == 64) is known
 
 
@@ -161,8 +162,8 @@ def test_the_budget_of_a_step_sums_to_100_percent(tmp_path: Path) -> None:
     watched.steps(tmp_path, states=tuple(STATES))
     emulation.detach()
     run = Run.read(tmp_path)
-    about = Finding("operand", "outlier", "clear", "", layer=run.table("states")["layer"][0], role="input", since=0)
-    (found,) = describe_culprit(about, Records(run))
+    about = Finding("operand", "outlier", "clear", "", layer=run.read_table("states")["layer"][0], role="input", since=0)
+    (found,) = describe_culprit(about, DiagnosedRecords(run))
     told = found.removeprefix("the error of the step of W is ")
     shares = [int(part.split("%")[0]) for part in told.split(", ")]
     assert len(shares) == 5 and sum(shares) == pytest.approx(100, abs=2) and "joint" in told

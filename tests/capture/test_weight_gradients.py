@@ -138,7 +138,9 @@ def test_negative_zero_and_subnormal_values() -> None:
     from nemo_fp8_debug.observations.gradients.observer import GradientSizes
 
     sizes = GradientSizes()
-    sizes.measure([("a", torch.tensor([0.0, -0.0, 1e-40])), ("b", torch.tensor([3e38, 3e38])), ("c", torch.zeros(0))])
+    sizes.measure_gradients(
+        [("a", torch.tensor([0.0, -0.0, 1e-40])), ("b", torch.tensor([3e38, 3e38])), ("c", torch.zeros(0))]
+    )
     found = sizes.read_sizes_by_name()
     assert (found["a"].zeros, found["a"].nonfinite) == (2, 0) and math.isnan(found["a"].squares)
     assert (found["b"].nonfinite, found["c"].elements) == (0, 0) and math.isnan(found["b"].squares)
@@ -330,5 +332,5 @@ def test_diagnose_names_the_gradient_that_lost_its_values_and_not_those_that_cli
         optimizer.zero_grad()
     monitor.close()
     found = diagnose(str(tmp_path))
-    assert (found.cause, found.culprit and found.culprit.operand) == ("nonfinite", "dW of 2")
+    assert (found.cause, found.culprit and found.culprit.tensor_name) == ("nonfinite", "dW of 2")
     assert found.culprit and found.culprit.since == 7

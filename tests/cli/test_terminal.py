@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import Monitor, diagnose
 from nemo_fp8_debug.cli import COMMANDS, app, load_command
-from nemo_fp8_debug.core.text import TENSOR, Column, lay_out
+from nemo_fp8_debug.core.text import TENSOR, TableColumn, format_table
 from nemo_fp8_debug.record.schema import STATUS
 
 LOGS = Path(__file__).parents[1] / "record" / "logs" / "transformer_engine" / "nvdlfw_inspect_statistics_logs"
@@ -35,14 +35,19 @@ def run_cli(*arguments: object, **environment: str) -> Result:
 
 
 NAMES = st.text("abcdefg.", min_size=1, max_size=60)
-COLUMNS = (Column("layer", "name"), Column("tensor", "text"), Column("share of values"), Column("why", "text", rank=1))
+COLUMNS = (
+    TableColumn("layer", "name"),
+    TableColumn("tensor", "text"),
+    TableColumn("share of values"),
+    TableColumn("why", "text", rank=1),
+)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(40, 200), st.lists(st.tuples(NAMES, st.sampled_from("XWY"), NAMES, NAMES), min_size=1, max_size=4))
 def test_a_table_keeps_to_its_width_and_cuts_no_number(width: int, rows: list[tuple[str, str, str, str]]) -> None:
     rows = [(layer, tensor, number[: width // 3], why) for layer, tensor, number, why in rows]
-    found = lay_out(COLUMNS, rows, width)
+    found = format_table(COLUMNS, rows, width)
     assert max(map(len, [*found.heading, *itertools.chain(*found.rows)])) <= width
     for (layer, _, number, _), lines in zip(rows, found.rows, strict=True):
         assert number in lines[0]
@@ -53,22 +58,30 @@ def test_a_table_keeps_to_its_width_and_cuts_no_number(width: int, rows: list[tu
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=30), min_size=1, max_size=4, unique=True))
 def test_two_names_never_look_the_same(names: list[str]) -> None:
-    found = lay_out([Column("layer", "name"), Column("why", "text")], [[name, "w" * 40] for name in names], 40)
+    found = format_table(
+        [TableColumn("layer", "name"), TableColumn("why", "text")], [[name, "w" * 40] for name in names], 40
+    )
     shown = {"".join(line[:20].split()[0] for line in lines if line[:20].strip()) for lines in found.rows}
     assert len(shown) == len(names)
 
 
 def test_a_narrow_terminal_gets_the_columns_that_matter() -> None:
-    columns = (*TENSOR, Column("amax"), Column("evidence", "text", rank=1), Column("MSE", rank=2), Column("empty"))
+    columns = (
+        *TENSOR,
+        TableColumn("amax"),
+        TableColumn("evidence", "text", rank=1),
+        TableColumn("MSE", rank=2),
+        TableColumn("empty"),
+    )
     others = ("3.83", "its scale moved and its values did not", "0.1", "-")
     rows = [[tensor, f"decoder.layers.{i}.mlp.linear_fc1", *others] for i, tensor in enumerate("XW")]
-    headings = {width: lay_out(columns, rows, width).heading[0].split() for width in (40, 60, 100)}
+    headings = {width: format_table(columns, rows, width).heading[0].split() for width in (40, 60, 100)}
     assert headings == {
         40: ["tensor", "layer", "amax"],
         60: ["tensor", "layer", "amax", "evidence"],
         100: ["tensor", "layer", "amax", "evidence", "MSE"],
     }
-    assert lay_out(columns, rows, 40).beginning == "decoder.layers."
+    assert format_table(columns, rows, 40).beginning == "decoder.layers."
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.data import DataLoader
 
 from nemo_fp8_debug import FP8DebugCallback
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 #: what hides ZeRO-3 on small models: nothing persists, is fetched ahead, or is kept for its next use. DeepSpeed's own linear
 #: function rounds before it adds the bias, and stays in place once it is there: it is tried last
@@ -243,7 +243,7 @@ def lightning(within: Path, watched: bool) -> dict[str, Any]:
     trainer.fit(module, DataLoader([batch(step, rank()) for step in range(STEPS)], batch_size=None))
     found = {}
     if watched and rank() == 0:
-        metrics, kept = (read_table(find_run(folder), table) for table in ("metrics", "histograms"))
+        metrics, kept = (read_table_rows(find_record(folder), table) for table in ("metrics", "histograms"))
         for step in metrics["step"].unique().to_list():
             rows = {f"{row['layer']}/{row['role']}": row for row in metrics.filter(step=step).to_dicts()}
             found[step] = {"rows": rows, "histograms": histograms(kept.filter(step=step).to_dict(as_series=False))}

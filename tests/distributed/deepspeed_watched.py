@@ -63,7 +63,7 @@ class Watched:
         return {
             step: {
                 "rows": {"/".join(key): row for key, row in self.kept.rows(step).items()},
-                "histograms": histograms(self.kept.samples[step].table("histograms")),
+                "histograms": histograms(self.kept.samples[step].get_table("histograms")),
             }
             for step in self.kept.samples
         }

@@ -23,12 +23,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_fp8_debug import ConfigError, Monitor
-from nemo_fp8_debug.capture.dispatcher import Dispatcher
-from nemo_fp8_debug.capture.operands import Operand
+from nemo_fp8_debug.capture.dispatcher import EventDispatcher
+from nemo_fp8_debug.capture.operands import OperandAccumulator
 from nemo_fp8_debug.distributed import patience, rank_store
 from nemo_fp8_debug.monitor import recorder_queue
 from nemo_fp8_debug.monitor.sampled_step import SampledStep
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 STEPS, INTERVAL = 9, 2
 FAULTS = (
@@ -39,7 +39,7 @@ FAULTS = (
 #: what fails before hooks are installed
 BEFORE_HOOKS: dict[str, tuple[type, str]] = {
     "opening_fails": (SampledStep, "_leave_out_compiled"),
-    "operands_fail": (Operand, "__init__"),
+    "operands_fail": (OperandAccumulator, "__init__"),
 }
 #: ways for a process to end
 ENDS = ("interrupted", "closed_late", "closed_by_one")
@@ -131,7 +131,7 @@ def breaks_off(run: Run, step: int) -> None:
 
 def a_hook_fails(run: Run, step: int) -> None:
     if run.rank == 1 and run.watched and step == 4:
-        run.fault = raising(Operand, "add")
+        run.fault = raising(OperandAccumulator, "add")
         run.fault.__enter__()
     elif run.rank == 1 and run.watched and step == -4:
         run.fault.__exit__(None, None, None)
@@ -148,7 +148,7 @@ def is_blocked(run: Run, step: int) -> None:
         run.monitor._pipeline._worker.submit(threading.Event().wait)
 
 
-class Hanging(RunRecord):
+class Hanging(RunRecordWriter):
     """A record whose writes hang from the second sample on, for a while."""
 
     def record(self, sample: Any) -> None:
@@ -171,7 +171,7 @@ def start(run: Run, scenario: str) -> Act:
         with contextlib.ExitStack() as stack:
             run.start()
             if run.rank == 1:
-                stack.enter_context(raising(Dispatcher, "watch_calls"))
+                stack.enter_context(raising(EventDispatcher, "watch_calls"))
             run.train(nothing)
     elif scenario in BEFORE_HOOKS:
         run.start()

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from nemo_fp8_debug import FP8DebugCallback
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 STEPS = 2
 
@@ -83,7 +83,7 @@ def compare(folder: Path, how: str) -> None:
     losses, rank = train(folder, how, True)
     unwatched, _ = train(folder, how, False)
     if rank == 0:
-        table = read_table(find_run(folder / how), "metrics").filter(step=0).sort("layer", "role")
+        table = read_table_rows(find_record(folder / how), "metrics").filter(step=0).sort("layer", "role")
         metrics = {f"{row['layer']} {row['role']}": [row[k] for k in ("n", "amax", "amin")] for row in table.to_dicts()}
         (folder / f"{how}.json").write_text(json.dumps({"metrics": metrics, "losses": losses, "unwatched": unwatched}))
 

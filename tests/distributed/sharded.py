@@ -268,23 +268,25 @@ def train(mode: str, rank: int, world: int, watched: bool) -> dict[str, Any]:
 
 def metrics_of(samples: Samples) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
     for step, sample in samples.samples.items():
-        recorded = sample.table("histograms")
+        recorded = sample.get_table("histograms")
         keys = zip(recorded["layer"], recorded["role"], strict=True)
         histograms = dict(zip(keys, histograms_of(sample), strict=True))
-        for i, key in enumerate(zip(sample.columns["layer"], sample.columns["role"], strict=True)):
-            row = {name: column[i] for name, column in sample.columns.items()}
+        for i, key in enumerate(zip(sample.operand_columns["layer"], sample.operand_columns["role"], strict=True)):
+            row = {name: column[i] for name, column in sample.operand_columns.items()}
             yield step, *key, row | {"histogram": histograms[key]}
 
 
 def histograms_of(sample: Any) -> Iterator[dict[int, int]]:
-    for bins, counts in zip(sample.table("histograms")["bins"], sample.table("histograms")["counts"], strict=True):
+    for bins, counts in zip(sample.get_table("histograms")["bins"], sample.get_table("histograms")["counts"], strict=True):
         yield dict(zip(bins.tolist(), counts.tolist(), strict=True))
 
 
 def whole_weights(net: nn.Module) -> dict[str, dict[int, int]]:
     """How often each magnitude occurs in the weights as they are multiplied, by the names that a monitor gives them."""
     with FullyShardedDataParallel.summon_full_params(net, writeback=False):
-        found = {one.name: one.module.weight.detach() for one in scan_modules([net]) if isinstance(one.module, nn.Linear)}
+        found = {
+            one.global_name: one.module.weight.detach() for one in scan_modules([net]) if isinstance(one.module, nn.Linear)
+        }
         return {name: magnitudes(w.full_tensor() if hasattr(w, "full_tensor") else w) for name, w in found.items()}
 
 

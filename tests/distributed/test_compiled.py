@@ -7,14 +7,16 @@ from pathlib import Path
 
 from processes import run_script
 
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 
 def test_a_layer_that_one_rank_has_compiled_lacks_its_part(tmp_path: Path) -> None:
     run_script(Path(__file__).with_name("compiled.py"), tmp_path, TORCHDYNAMO_DISABLE=None)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert first["watched"] == first["plain"] and second["watched"] == second["plain"]
-    rows = read_table(find_run(tmp_path / "run"), "metrics").select("layer", "role", "ranks", "ranks_missing").unique()
+    rows = (
+        read_table_rows(find_record(tmp_path / "run"), "metrics").select("layer", "role", "ranks", "ranks_missing").unique()
+    )
     found = {(layer, role): (stats, missing) for layer, role, stats, missing in rows.rows()}
     activations = ("input", "grad_output")
     assert found == {

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from processes import run_script
 
 from nemo_fp8_debug import diagnose, read_record
-from nemo_fp8_debug.observations.replicas.checksums import checksum
-from nemo_fp8_debug.observations.replicas.comparison import ReplicaComparison
+from nemo_fp8_debug.observations.replicas.checksums import compute_checksum
+from nemo_fp8_debug.observations.replicas.comparison import ReplicaReduction
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +86,23 @@ def test_any_single_bit_changes_the_checksum(seed: int, place: int, bit: int) ->
     x = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).bfloat16()
     other = x.clone()
     other.view(torch.int16)[place] ^= (1 << bit) - (1 << 16 if bit == 15 else 0)
-    assert checksum(x) != checksum(other) and checksum(x) == checksum(x.clone())
+    assert compute_checksum(x) != compute_checksum(other) and compute_checksum(x) == compute_checksum(x.clone())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])
 def test_the_checksum_goes_by_place_and_by_sign(dtype: torch.dtype) -> None:
     x = torch.arange(3_000_000).remainder(120).to(dtype)
-    assert checksum(x) != checksum(x.flip(0))
+    assert compute_checksum(x) != compute_checksum(x.flip(0))
     if dtype != torch.uint8:
-        assert checksum(x) != checksum(-x)
+        assert compute_checksum(x) != compute_checksum(-x)
 
 
 def test_of_several_parts_each_is_compared_alone() -> None:
     """Two parts of W on six ranks: rank 3 is apart in the second one."""
     found = [{("fc", "weight"): (rank % 2, 7 + rank % 2 + 100 * (rank == 3))} for rank in range(6)]
-    made = [ReplicaComparison(["fc"], {"weight": 2}, rank) for rank in range(6)]
-    slots = [one.slots(of) for one, of in zip(made, found, strict=True)]
+    made = [ReplicaReduction(["fc"], {"weight": 2}, rank) for rank in range(6)]
+    slots = [one.list_slot_checksums(of) for one, of in zip(made, found, strict=True)]
     largest = torch.stack([one.collect_maxima(of) for one, of in zip(made, slots, strict=True)]).amax(0)
-    added = torch.stack([one.rows(of, largest) for one, of in zip(made, slots, strict=True)]).sum(0)
+    added = torch.stack([one.collect_sums(of, largest) for one, of in zip(made, slots, strict=True)]).sum(0)
     (compared,) = made[0].unpack_all_ranks(added.flatten(), largest).values()
     assert (compared.outcome, compared.ranks, compared.apart, compared.rank) == ("apart", 6, 1, 3)

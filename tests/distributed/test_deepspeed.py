@@ -13,7 +13,7 @@ from long import long_but
 from processes import run_script
 from text_windows import VOCABULARY
 
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 HERE = Path(__file__).parent
 STAGE_3 = [
@@ -136,16 +136,16 @@ def test_recipe(tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", recipe)
     options = ("--output", tmp_path, "--steps", "4", "--interval", "2")
     told = run_script(*launch, *options, DS_ACCELERATOR="cpu", PYTHONWARNINGS="ignore")
-    run = find_run(tmp_path)
+    run = find_record(tmp_path)
     assert f"The record is in {run};" in told
-    metrics = read_table(run, "metrics")
+    metrics = read_table_rows(run, "metrics")
     assert metrics["step"].unique().to_list() == [0, 2] and set(metrics["role"]) == {"input", "weight", "grad_output"}
     assert set(metrics["layer"]) == {
         "output_layer",
         *(f"layers.{layer}.{gemm}" for layer in range(2) for gemm in ("qkv", "proj", "fc1", "fc2")),
     }
     assert set(metrics.filter(role="input")["calls"]) == {4}  # two micro-batches on each of two ranks
-    steps = read_table(run, "steps")
+    steps = read_table_rows(run, "steps")
     assert len(steps) == 4 and steps["loss"][3] < steps["loss"][0]
     assert steps["loss"][0] == pytest.approx(math.log(VOCABULARY), rel=0.1)
     assert steps["grad_scale"].to_list() == [0.5, None] * 2  # of two micro-batches
@@ -157,11 +157,13 @@ def test_float16_whose_loss_scale_is_too_large_at_first(folders: tuple[Path, Pat
     for rank in found_by_ranks(folders[1]):
         for found in rank.values():
             assert found["watched"] == found["plain"]
-    scaled, not_scaled = (read_table(find_run(folders[1] / stage), "steps") for stage in ("1", "0"))
+    scaled, not_scaled = (read_table_rows(find_record(folders[1] / stage), "steps") for stage in ("1", "0"))
     assert scaled["grad_scale"].to_list() == [scale / 2 for scale in scaled["loss_scale"]]
     assert scaled["skipped"].to_list() == [1, 1, 1, 1, 1, 0] and scaled["loss_scale"][0] == 2.0**24
     assert not_scaled["grad_scale"].to_list() == [0.5] * 6 and not_scaled["loss_scale"].min() == 2.0**24
-    one, other = (read_table(find_run(folders[1] / stage), "metrics", where={"role": "grad_output"}) for stage in ("1", "0"))
+    one, other = (
+        read_table_rows(find_record(folders[1] / stage), "metrics", where={"role": "grad_output"}) for stage in ("1", "0")
+    )
     assert 0 in one.filter(pl.col("inf") > 0)["step"] and 5 not in one.filter(pl.col("inf") > 0)["step"]
     # The first steps have hardly moved the weights, and the factors are 2^19 apart.
     last = one.filter(step=5), other.filter(step=5)

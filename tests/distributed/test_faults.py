@@ -10,7 +10,7 @@ import pytest
 from faulty import FAULTS, RUNS
 from processes import run_script
 
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 # Long tests rest on nemo_fp8_debug/distributed/*.py.
 # Long tests rest on nemo_fp8_debug/monitor/*.py.
@@ -40,7 +40,7 @@ def runs(ended: Path) -> tuple[Path, Found]:
 def rows(folder: Path, scenario: str) -> dict[tuple[int, str, str], tuple[int, int]]:
     """(stats, missing) by step, layer and role."""
     columns = ["step", "layer", "role", "ranks", "ranks_missing"]
-    table = read_table(find_run(folder / scenario), "metrics", columns)
+    table = read_table_rows(find_record(folder / scenario), "metrics", columns)
     return {(step, layer, role): (made, lost) for step, layer, role, made, lost in table.rows()}
 
 

@@ -13,7 +13,7 @@ from long import long_but
 from processes import run_script
 from text_windows import VOCABULARY
 
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 WORKER = Path(__file__).with_name("sharded.py")
 RECIPE = Path(__file__).parents[2] / "recipes" / "fsdp2.py"
@@ -137,14 +137,14 @@ def test_a_sum_that_no_rank_knows_is_left_out_and_said(results: Results) -> None
 def test_the_recipe_runs_on_two_processes(tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     told = run_script(*launch, RECIPE, "--output", tmp_path, "--steps", "4", "--interval", "2")
-    run = find_run(tmp_path)
+    run = find_record(tmp_path)
     assert told.count(f"The record is in {run};") == 1
-    metrics = read_table(run, "metrics")
+    metrics = read_table_rows(run, "metrics")
     assert metrics["step"].unique().to_list() == [0, 2]
     assert (metrics.filter(role="weight")["ranks"] == 1).all()
     of_x = metrics.filter(role="input")
     assert (of_x["ranks"] == 2).all() and (of_x["calls"] == 2 * 2).all()  # ranks, accumulated batches
-    steps = read_table(run, "steps")
+    steps = read_table_rows(run, "steps")
     assert len(steps) == 4 and steps["loss"][3] < steps["loss"][0]
     assert steps["loss"][0] == pytest.approx(math.log(VOCABULARY), rel=0.1)
     assert steps["grad_scale"].to_list() == [0.5, None] * 2  # of two accumulated batches

@@ -20,7 +20,7 @@ from processes import run_script
 from products import errors, metrics_of, quantized
 
 from nemo_fp8_debug.core.keys import STATES
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 Key = tuple[str, str]
 #: what every layout computes alike, down to the last bit: nothing before it was added up over ranks
@@ -124,7 +124,7 @@ def counted(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
 def record(folder: Path, name: str, watched: str, table: str = "metrics") -> pl.DataFrame:
     """Rows of a table; those of all experts of a layer as one are tested elsewhere."""
-    rows = read_table(find_run(folder / name / watched), table).sort(["step", "layer", "role"])
+    rows = read_table_rows(find_record(folder / name / watched), table).sort(["step", "layer", "role"])
     return rows.filter(~pl.col("layer").str.contains("*", literal=True))
 
 
@@ -186,7 +186,7 @@ def test_the_record_counts_each_value_of_the_whole_tensors_once(trained: Path, l
 @of_all
 def test_errors_of_outputs_are_those_of_what_each_rank_multiplies(trained: Path, layout: Layout) -> None:
     """Each operand under the scale of what the rank has of it; where it has parts that do not belong together, nothing."""
-    whole, found = Whole(trained, layout), read_table(find_run(trained / layout.name / "auto"), "outputs").to_dicts()
+    whole, found = Whole(trained, layout), read_table_rows(find_record(trained / layout.name / "auto"), "outputs").to_dicts()
     rows = {(row["step"], row["layer"], row["product"]): row for row in found if "*" not in row["layer"]}
     expected = {}
     for step, name in {(step, name) for step in range(STEPS) for name, _ in whole.keys}:
@@ -204,7 +204,9 @@ def test_errors_of_outputs_are_those_of_what_each_rank_multiplies(trained: Path,
 @of_all
 def test_what_gemms_returned_is_the_product_of_their_operands(trained: Path, layout: Layout) -> None:
     """On every rank, but for dW of what sequence parallelism gathers inside the module: no rank has both its operands."""
-    found = read_table(find_run(trained / layout.name / "delayed"), "verification").filter(pl.col("product") != "reduction")
+    found = read_table_rows(find_record(trained / layout.name / "delayed"), "verification").filter(
+        pl.col("product") != "reduction"
+    )
     assert set(found["step"]) == set(range(STEPS)) and not found["ranks_beyond"].sum()
     unknown = found.filter(pl.col("outcome") == "unknown")
     assert found.filter(pl.col("outcome") == "within")["error_over_bound"].is_between(0, 1).all()
@@ -219,7 +221,7 @@ def test_what_gemms_returned_is_the_product_of_their_operands(trained: Path, lay
 @of_all
 def test_reduced_gradients_are_the_sums_of_what_ranks_computed(trained: Path, layout: Layout) -> None:
     """Under sequence parallelism too, and with parts that ranks of a distributed optimizer keep; `cp` reduces nothing."""
-    found = read_table(find_run(trained / layout.name / "delayed"), "verification")
+    found = read_table_rows(find_record(trained / layout.name / "delayed"), "verification")
     rows = found.filter(product="reduction")
     assert set(rows["layer"]) == set(found["layer"]) and set(rows["step"]) == set(range(STEPS))
     if layout.name == "cp":
@@ -235,7 +237,7 @@ def test_reduced_gradients_are_the_sums_of_what_ranks_computed(trained: Path, la
 @pytest.mark.parametrize("name", long_but(["dp-sharded"], ["dp", "dp-sharded"]))
 def test_a_gradient_that_megatron_averages_twice_is_named(trained: Path, name: str) -> None:
     """Of one layer, in a run that clips: by what all gradients have in common."""
-    found = read_table(find_run(trained / name / "twice"), "verification").filter(outcome="beyond")
+    found = read_table_rows(find_record(trained / name / "twice"), "verification").filter(outcome="beyond")
     assert found.select("step", "product").rows() == [(STEPS - 1, "reduction")]
     assert TWICE in found["layer"][0] and found["factor"][0] == pytest.approx(0.5, rel=1e-3)
 
@@ -244,7 +246,7 @@ def test_a_gradient_that_megatron_averages_twice_is_named(trained: Path, name: s
 def test_copies_of_a_run_that_goes_well_are_equal(trained: Path, layout: Layout) -> None:
     """Ranks of data parallelism have copies of W, and of its gradient unless the optimizer shards it; ranks of tensor
     parallelism have copies of X unless they split the sequence."""
-    found = read_table(find_run(trained / layout.name / "delayed"), "replicas")
+    found = read_table_rows(find_record(trained / layout.name / "delayed"), "replicas")
     outcomes = {what: set(found.filter(what=what)["outcome"]) for what in found["what"].unique()}
     assert "apart" not in set().union(*outcomes.values())
     if layout.name in ("dp", "dp-sharded", "dp-gathered-late", "cp"):
@@ -262,7 +264,7 @@ def test_copies_of_a_run_that_goes_well_are_equal(trained: Path, layout: Layout)
 @of([found for found in SPREAD if found.noise == 0])
 def test_optimizer_states_are_those_of_one_process(trained: Path, layout: Layout) -> None:
     """Whole, or put together from the parts that ranks of a distributed optimizer keep."""
-    mine, its = (read_table(find_run(trained / name / "auto"), "states") for name in (layout.name, like(layout)))
+    mine, its = (read_table_rows(find_record(trained / name / "auto"), "states") for name in (layout.name, like(layout)))
     keys = ["step", "layer", "role", "recipe"]
     both = mine.join(its, on=keys, suffix="_of_one", how="full", coalesce=True).filter(pl.col("step") < layout.alike)
     assert set(its["role"]) == set(STATES) and set(its["recipe"]) == {"current-hybrid", "current-e5m2", "mxfp8-e4m3"}
@@ -279,7 +281,9 @@ def test_optimizer_states_are_those_of_one_process(trained: Path, layout: Layout
 def test_activations_are_those_of_one_process(trained: Path, layout: Layout) -> None:
     """Each counted once: tensor-parallel ranks have copies of what norms are given, or parts of the sequence; heads of
     their own; and data-parallel ranks tokens of their own."""
-    mine, its = (read_table(find_run(trained / name / "auto"), "activations") for name in (layout.name, like(layout)))
+    mine, its = (
+        read_table_rows(find_record(trained / name / "auto"), "activations") for name in (layout.name, like(layout))
+    )
     roles = {"norm_input", "norm_output", "attention_logits", *({"router_logits"} if layout.experts else ())}
     keys, first = ["layer", "role"], (pl.col("step") == 0) & (pl.col("scale_source") != "what-if")
     both = mine.filter(first).join(its.filter(first), on=keys, suffix="_of_one", how="full", coalesce=True)
@@ -346,13 +350,13 @@ def test_parts_of_a_sequence_are_counted_on_both_ranks_and_weights_on_one(traine
 
 def test_the_loss_of_the_last_stage_is_recorded(trained: Path) -> None:
     losses = json.loads((trained / "results-2-1.json").read_text())["pp-vpp"]["auto"]["losses"]
-    assert read_table(find_run(trained / "pp-vpp" / "auto"), "steps").sort("step")["loss"].to_list() == losses
+    assert read_table_rows(find_record(trained / "pp-vpp" / "auto"), "steps").sort("step")["loss"].to_list() == losses
 
 
 @of_all
 def test_norms_of_gradients_are_those_of_exact_products(trained: Path, layout: Layout) -> None:
     """Of all micro-batches and ranks, before gradients are divided by the tokens of a step."""
-    rows = read_table(find_run(trained / layout.name / "delayed"), "gradients")
+    rows = read_table_rows(find_record(trained / layout.name / "delayed"), "gradients")
     if layout.name == "cp":  # without Megatron's DDP nobody adds up what the two ranks have
         assert rows.is_empty()
         return

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from nemo_fp8_debug.distributed.networks import Network, explain_unreachable, list_interfaces
-from nemo_fp8_debug.distributed.peers import Peers
+from nemo_fp8_debug.distributed.networks import NetworkAddresses, explain_unreachable, list_gloo_interfaces
+from nemo_fp8_debug.distributed.peers import WarningElection
 
 
-def network(host: int, gloo: str | None) -> Network:
-    return Network(f"boot-{host}", f"host{host}", gloo, f"10.0.0.{host}")
+def network(host: int, gloo: str | None) -> NetworkAddresses:
+    return NetworkAddresses(f"boot-{host}", f"host{host}", gloo, f"10.0.0.{host}")
 
 
 @pytest.mark.parametrize(
@@ -19,15 +19,15 @@ def network(host: int, gloo: str | None) -> Network:
 )
 def test_interfaces_are_those_that_torch_reads(monkeypatch: pytest.MonkeyPatch, named: str, found: list[str]) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
-    assert list_interfaces() == found
+    assert list_gloo_interfaces() == found
 
 
 def test_an_interface_that_is_not_there_is_refused_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_fp8_debug.distributed.gloo import Group
+    from nemo_fp8_debug.distributed.gloo import GlooGroup
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError, match="nowhere0"):
-        Group(dist.HashStore(), 0, [0], 5.0)
+        GlooGroup(dist.HashStore(), 0, [0], 5.0)
 
 
 def test_loopback_between_hosts_says_what_to_set() -> None:
@@ -44,5 +44,8 @@ def test_loopback_on_one_host_and_named_interfaces_are_no_fault() -> None:
 
 
 def test_the_lowest_ranks_and_those_of_several_hosts_are_asked() -> None:
-    assert Peers.choose_contact_ranks([network(rank // 8, None) for rank in range(10_000)]) == [*range(8), *range(8, 64, 8)]
-    assert Peers.choose_contact_ranks([network(0, None)]) == [0]
+    assert WarningElection.choose_contact_ranks([network(rank // 8, None) for rank in range(10_000)]) == [
+        *range(8),
+        *range(8, 64, 8),
+    ]
+    assert WarningElection.choose_contact_ranks([network(0, None)]) == [0]

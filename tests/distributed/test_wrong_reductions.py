@@ -14,7 +14,7 @@ from processes import run_script
 from wrong_reductions import ONSET, STEPS, WORLD, WRONG, WRONG_RANK
 
 from nemo_fp8_debug import diagnose, read_record
-from nemo_fp8_debug.observations.products.gradient_parts import compute_sum_bound
+from nemo_fp8_debug.observations.products.gradient_parts import compute_summation_error_bound
 
 
 @pytest.fixture(scope="module")
@@ -84,4 +84,4 @@ def test_the_bound_holds_for_any_order_of_summation(seed: int, summands: int, dt
     for i in torch.randperm(summands, generator=generator):
         total = total + x[i]
     exact, sizes = x.double().sum(0), x.double().abs().sum(0)
-    assert ((total.double() - exact).abs() <= compute_sum_bound(sizes, summands, [dtype])).all()
+    assert ((total.double() - exact).abs() <= compute_summation_error_bound(sizes, summands, [dtype])).all()

@@ -46,7 +46,7 @@ from typer.testing import CliRunner
 from nemo_fp8_debug import Monitor, compare, diagnose
 from nemo_fp8_debug.analysis.story.summary import summarize
 from nemo_fp8_debug.cli import COMMANDS, app
-from nemo_fp8_debug.options.control_file import Control
+from nemo_fp8_debug.options.control_file import ControlSettings
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.schema import SCHEMAS
 
@@ -350,7 +350,7 @@ class TestFiles:
     def test_control_file_and_plan_can_be_read(self, tmp_path: Path) -> None:
         for block in [block for block in BLOCKS if block.language in ("yaml", "json")]:
             if block.section == CONTROL:
-                assert Control.parse(block.text).steps
+                assert ControlSettings.parse(block.text).steps
             elif block.page.name == "fix.md":
                 (tmp_path / "plan.json").write_text(block.text)
                 assert Plan.load(tmp_path / "plan.json").changes

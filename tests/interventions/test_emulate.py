@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_fp8_debug import ConfigError, Monitor
-from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms, require_matching_gemms
 from nemo_fp8_debug.interventions.emulate import EmulatedGemm, Emulation
 from nemo_fp8_debug.numerics.recipe import Recipe, parse_recipe
 from nemo_fp8_debug.plan.plan import PLAN, Change, Plan
@@ -38,7 +38,7 @@ def own_scale(x: torch.Tensor, fmt: str) -> float:
 
 
 def attached(model: nn.Module, recipe: str | dict[str, Any], layers: list[str] | None = None) -> Emulation:
-    emulation = Emulation.of_gemms(select_gemms(find_gemms([model]), layers), parse_recipe(recipe))
+    emulation = Emulation.from_gemms(require_matching_gemms(find_gemms([model]), layers), parse_recipe(recipe))
     emulation.attach()
     return emulation
 
@@ -137,7 +137,7 @@ def test_fused_gradient_accumulation_is_refused() -> None:
     linear = nn.Linear(2, 2)
     linear.gradient_accumulation_fusion = True
     with pytest.raises(ConfigError, match="set gradient_accumulation_fusion=False"):
-        Emulation.of_gemms(find_gemms([linear]), parse_recipe("delayed"))
+        Emulation.from_gemms(find_gemms([linear]), parse_recipe("delayed"))
 
 
 @pytest.mark.usefixtures("megatron")

@@ -33,7 +33,7 @@ def model() -> nn.Sequential:
 
 
 def emulation_of(linears: nn.Module, plan: Plan = MIXED, recipe: str = "delayed(amax_history_len=2)") -> Emulation:
-    emulation = Emulation.of_gemms(find_gemms([linears]), parse_recipe(recipe), plan)
+    emulation = Emulation.from_gemms(find_gemms([linears]), parse_recipe(recipe), plan)
     emulation.attach()
     return emulation
 
@@ -149,11 +149,11 @@ def test_a_plan_takes_over_the_amaxes_of_a_run_without_one() -> None:
     (state,) = without.states.values()
     old: Any = {name: value for name, value in state.state_dict().items() if name != "recipe"}  # as before there were plans
     for saved in (without.state_dict(), old):
-        emulation = Emulation.of_gemms(find_gemms([linears]), parse_recipe("delayed(amax_history_len=2)"), MIXED)
+        emulation = Emulation.from_gemms(find_gemms([linears]), parse_recipe("delayed(amax_history_len=2)"), MIXED)
         emulation.load_state_dict(saved)
         for recipe, mine in emulation.states.items():
             for i, column in enumerate(mine.columns):
                 amaxes = state.history[:, state.index[column]]
-                limit = 448 if recipe.format_of(column[1]).name == "e4m3" else 57344
+                limit = 448 if recipe.get_format(column[1]).name == "e4m3" else 57344
                 assert mine.history[-2:, i].tolist() == amaxes.tolist()
                 assert mine.scale[i].item() == pytest.approx(limit / 2**recipe.scaling.margin / amaxes.max().item())

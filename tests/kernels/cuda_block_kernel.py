@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8_debug.kernels import count_histogram
 from nemo_fp8_debug.kernels.cuda import blocks
-from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.histogram import DTYPES
 from nemo_fp8_debug.numerics.recipe import parse_recipe
@@ -24,9 +24,9 @@ BF16, FP16 = DTYPES
 GRIDS = (1, 32), (2, 32), (1, 64)
 
 
-def rule_of(recipe: str) -> BlockRule:
+def rule_of(recipe: str) -> BlockScalingRule:
     rule = parse_recipe(recipe).scaling
-    assert isinstance(rule, BlockRule)
+    assert isinstance(rule, BlockScalingRule)
     return rule
 
 
@@ -49,7 +49,7 @@ def at(address: int, x: torch.Tensor) -> torch.Tensor:
     return room[address : address + x.numel()].view(x.shape).copy_(x)
 
 
-def check(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: tuple[int, int] = GRIDS[0]) -> None:
+def check(x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, grid: tuple[int, int] = GRIDS[0]) -> None:
     got, expected = sums(x, rule, role, fmt, grid), quantization_sums_in_blocks(x, rule, role, fmt)
     what = f"{rule} {role} {fmt.name} {x.dtype} {tuple(x.shape)} {grid}"
     assert torch.equal(got.underflows, expected.underflows), what
@@ -104,7 +104,7 @@ def tensors_of_zeros_and_of_nothing_finite() -> None:
 def empty_tensors() -> None:
     for shape in ((0, 16), (3, 0), (0,)):
         x, how = torch.zeros(shape, dtype=BF16), (NVFP4, "input", E2M1)
-        got, expected = (blocks.block_sums(x, *how, count_histogram(x)), quantization_sums_in_blocks(x, *how))
+        got, expected = (blocks.block_quantization_sums(x, *how, count_histogram(x)), quantization_sums_in_blocks(x, *how))
         assert all(torch.equal(getattr(got, f.name), getattr(expected, f.name)) for f in fields(got))
 
 

@@ -16,13 +16,18 @@ from hypothesis import strategies as st
 
 from nemo_fp8_debug.kernels.cuda import float32
 from nemo_fp8_debug.numerics.formats import BF16, E4M3, E5M2, FP16, FloatFormat
-from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from nemo_fp8_debug.numerics.metrics import (
+    QuantizationSums,
+    ValueMoments,
+    compute_float32_moments,
+    quantization_sums_of_float32,
+)
 
 FORMATS = E4M3, E5M2, BF16, FP16
 GRIDS = (1, 16), (3, 8), (1, 32), (2, 1)
 
 
-def equal(got: Moments | QuantizationSums, expected: Moments | QuantizationSums, what: str) -> None:
+def equal(got: ValueMoments | QuantizationSums, expected: ValueMoments | QuantizationSums, what: str) -> None:
     """Counts and extremes equal, sums to 1e-12; dtypes and shapes the same."""
     for field in fields(got):
         exact = 1e-12 if field.name.startswith("sum_") else 0
@@ -33,7 +38,7 @@ def equal(got: Moments | QuantizationSums, expected: Moments | QuantizationSums,
 
 
 def check_moments(x: torch.Tensor, grid: tuple[int, int] = GRIDS[0]) -> None:
-    equal(moments(x, grid), moments_of_float32(x), f"{tuple(x.shape)} {grid}")
+    equal(moments(x, grid), compute_float32_moments(x), f"{tuple(x.shape)} {grid}")
 
 
 def check_sums(x: torch.Tensor, scale: float, fmt: FloatFormat, grid: tuple[int, int] = GRIDS[0]) -> None:
@@ -104,7 +109,7 @@ def tensors_of_zeros_and_of_nothing_finite() -> None:
 
 def empty_tensors() -> None:
     x, scale = torch.zeros(3, 0), torch.tensor(2.0)
-    equal(float32.moments(x), moments_of_float32(x), "empty")
+    equal(float32.compute_float32_moments(x), compute_float32_moments(x), "empty")
     equal(float32.quantization_sums(x, scale, E4M3), quantization_sums_of_float32(x, scale, E4M3), "empty")
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from nemo_fp8_debug.kernels.cpu import histogram
 from nemo_fp8_debug.kernels.cuda import histogram as cuda
-from nemo_fp8_debug.numerics.histogram import BINS, DTYPES, infinity_bin
+from nemo_fp8_debug.numerics.histogram import BINS, DTYPES, find_infinity_bin
 
 Patterns = npt.NDArray[np.uint16]
-INFINITY = {dtype: infinity_bin(dtype) for dtype in DTYPES}
+INFINITY = {dtype: find_infinity_bin(dtype) for dtype in DTYPES}
 BF16, FP16 = DTYPES
 
 
@@ -40,7 +40,7 @@ def check(values: Patterns, infinity: int, grid: tuple[int, int] = (1, 2)) -> No
     got = counted(values, infinity, grid, before) - before
     np.testing.assert_array_equal(got, np.bincount(values & 0x7FFF, minlength=BINS))
     on_cpu = np.zeros(BINS, np.int64)
-    histogram.count_patterns(values, on_cpu, 1)
+    histogram.count_bit_patterns(values, on_cpu, 1)
     np.testing.assert_array_equal(got, on_cpu)
 
 

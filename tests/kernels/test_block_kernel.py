@@ -80,7 +80,7 @@ def test_sums_under_powers_of_two(name: str, role: str, block: tuple[int, int], 
     recipe = parse_recipe(name)
     for what, made in tensors().items():
         x = made.to(dtype).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-        got = quantization_sums(x, recipe.scaling, role, recipe.format_of(role), count_histogram(x))
+        got = quantization_sums(x, recipe.scaling, role, recipe.get_format(role), count_histogram(x))
         want = by_value(x, 0.5 if "epsilon" in name else 0, block, codes)
         assert {name: getattr(got, name).item() for name in want} == {
             name: pytest.approx(value, rel=1e-12, abs=0.0) for name, value in want.items()

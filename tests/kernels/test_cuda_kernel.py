@@ -43,5 +43,5 @@ def test_where_numba_cannot_use_the_device_one_warning_says_so(
 
 def test_on_a_device_that_has_no_kernels_plain_torch_counts() -> None:
     x, counts = torch.randn(1000).bfloat16(), torch.zeros(BINS, dtype=torch.int64)
-    torch_fallback.count_patterns(x.view(torch.int16), counts)
+    torch_fallback.count_bit_patterns(x.view(torch.int16), counts)
     assert counts.tolist() == counted(x).tolist()

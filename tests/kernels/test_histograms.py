@@ -47,28 +47,28 @@ def test_they_give_what_the_metrics_compute(
 ) -> None:
     histograms, formats = [of_bits(*of) for of in tensors], [fmt] * len(tensors)
     batch = HistogramBatch.pack_histograms([of_bits(*of) for of in tensors])
-    want = metrics.moments(batch)
+    want = metrics.compute_histogram_moments(batch)
     scales = compute_cast_scales([scale] * len(tensors), formats, want.amax.float())
     found = Histograms(histograms)
     for of, (patterns, dtype) in zip(histograms, tensors, strict=True):
-        assert np.array_equal(of.occupied, of_bits(patterns, dtype).occupied)
-    assert same(found.moments, want)
+        assert np.array_equal(of.occupied_bins, of_bits(patterns, dtype).occupied_bins)
+    assert same(found.value_moments, want)
     assert np.array_equal(found.amax(), batch.amax())
-    assert same(found.quantization_sums(scales, formats), metrics.quantization_sums(batch, scales, formats))
+    assert same(found.quantization_sums(scales, formats), metrics.quantization_sums_of_histograms(batch, scales, formats))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_magnitudes_at_once(dtype: torch.dtype) -> None:
     """As many bins as there can be, each a number of times that needs all bits of a float64."""
     counted = Histogram(dtype, torch.arange(1, 32769) ** 3)
-    want = metrics.moments(HistogramBatch.pack_histograms([Histogram(dtype, counted.counts.clone())]))
-    assert same(Histograms([counted]).moments, want)
+    want = metrics.compute_histogram_moments(HistogramBatch.pack_histograms([Histogram(dtype, counted.counts.clone())]))
+    assert same(Histograms([counted]).value_moments, want)
 
 
 def test_some_of_them_in_another_order() -> None:
     histograms = [count_histogram((10.0**i * torch.randn(100 * i)).bfloat16()) for i in range(4)]
     found = Histograms(histograms).select([2, 0])
-    assert found.moments.n.tolist() == [200, 0]
+    assert found.value_moments.n.tolist() == [200, 0]
     sums = found.quantization_sums(torch.tensor([2.0, 1.0]), [E4M3, E5M2])
     alone = Histograms(histograms[2:3]).quantization_sums(torch.tensor([2.0]), [E4M3])
     assert sums.sum_error2[0] == alone.sum_error2[0] > 0

@@ -15,7 +15,7 @@ from numba.core.datamodel import default_manager
 
 from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.kernels.cuda import launches
-from nemo_fp8_debug.kernels.cuda.launches import _FIELDS, parameters
+from nemo_fp8_debug.kernels.cuda.launches import _FIELDS, flatten_kernel_arguments
 from nemo_fp8_debug.kernels.cuda.tile import CodeRounding
 from nemo_fp8_debug.kernels.memory import DeviceMemory
 from nemo_fp8_debug.numerics.formats import E4M3
@@ -29,7 +29,7 @@ def test_fields_of_an_array_are_those_of_numba() -> None:
 def test_an_array_is_seven_integers_and_a_tuple_its_elements() -> None:
     x, codes = torch.zeros(10, dtype=torch.int16), CodeRounding.from_format(E4M3)
     words = DeviceMemory(x, "u8", 2, 4)
-    found = parameters([words, (3, 5), codes, 7])
+    found = flatten_kernel_arguments([words, (3, 5), codes, 7])
     assert found == [0, 0, 2, 8, x.data_ptr() + 4, 2, 8, 3, 5, *codes, 7]
     assert [type(of) for of in found[9:14]] == [np.float32, np.float32, np.uint32, np.float32, np.float64]
 
@@ -82,9 +82,9 @@ def launched_twice(patch: pytest.MonkeyPatch, fields: tuple[str, ...], sizes: li
     patch.setattr(launches, "cuda", numba)
     patch.setattr(launches, "_core", lambda: numba.core)
     patch.setattr(launches, "_device", lambda index: nullcontext())
-    kernel = launches.Kernel(lambda: None)
+    kernel = launches.CudaKernel(lambda: None)
     for _ in range(2):
-        kernel.start((128, 32, launches.Stream(0, 5)), x, np.float32(3))
+        kernel.start((128, 32, launches.CudaStream(0, 5)), x, np.float32(3))
     launches._stream.cache_clear()
     launches._config.cache_clear()
     assert numba.specialized == 1

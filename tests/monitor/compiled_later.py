@@ -76,7 +76,7 @@ def train(way: str, monitored: bool, eager: bool = False) -> dict[str, Any]:
             losses.append(loss.item())
         monitor.close()
     said = [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)]
-    layers = {step: sorted(set(sample.columns.get("layer", []))) for step, sample in samples.samples.items()}
+    layers = {step: sorted(set(sample.operand_columns.get("layer", []))) for step, sample in samples.samples.items()}
     return {"losses": losses, "said": said, "graphs": sorted(set(map(tuple, graphs))), "layers": layers}
 
 

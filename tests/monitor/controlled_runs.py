@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 
 def run(
@@ -42,4 +42,4 @@ def run(
 
 
 def sampled(folder: Path, **where: Any) -> list[int]:
-    return read_table(folder, "metrics", where=where)["step"].unique().to_list()
+    return read_table_rows(folder, "metrics", where=where)["step"].unique().to_list()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 Loop = Callable[[Monitor, int, Callable[[], torch.Tensor]], Any]
 
@@ -66,4 +66,4 @@ def warned(folder: Path, *arguments: Any, **options: Any) -> list[str]:
 
 
 def sampled(folder: Path) -> list[int]:
-    return read_table(folder, "metrics")["step"].unique().to_list()
+    return read_table_rows(folder, "metrics")["step"].unique().to_list()

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.monitor.schedule import Schedule
+from nemo_fp8_debug.monitor.schedule import SamplingSchedule
 from nemo_fp8_debug.options.config import MOST_WHAT_IF, Config
-from nemo_fp8_debug.options.control_file import Control
+from nemo_fp8_debug.options.control_file import ControlSettings
 from nemo_fp8_debug.record.dump import dumped_files
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.storage import FolderStorage
 
 
 class TestObeyed:
@@ -36,18 +36,18 @@ class TestObeyed:
 
     def test_recipes_to_try(self, tmp_path: Path) -> None:
         assert not run(tmp_path, {3: "what_if: [current-e5m2, {name: delayed, margin: 1}]"})
-        what_if = read_table(tmp_path, "what_if")
+        what_if = read_table_rows(tmp_path, "what_if")
         assert what_if["step"].unique().to_list() == [10, 20, 30, 40, 50]
         assert set(what_if["recipe"]) == {"current-e5m2", "delayed-hybrid(margin=1)"}
 
     def test_dump_on_and_off(self, tmp_path: Path) -> None:
         assert not run(tmp_path, {3: "dump: ['0']", 23: "dump: []"})
-        assert {step for _, step, _, _ in dumped_files(Storage(tmp_path))} == {10, 20}
+        assert {step for _, step, _, _ in dumped_files(FolderStorage(tmp_path))} == {10, 20}
 
     def test_a_number_of_steps(self, tmp_path: Path) -> None:
         assert not run(tmp_path, {3: "dump: ['0']\nsteps: 4"})
         assert sampled(tmp_path) == [0, 10, 11, 12, 13, 20, 30, 40, 50]
-        assert {step for _, step, _, _ in dumped_files(Storage(tmp_path))} == {10, 11, 12, 13}
+        assert {step for _, step, _, _ in dumped_files(FolderStorage(tmp_path))} == {10, 11, 12, 13}
 
     def test_removed_it_is_as_the_run_was_started(self, tmp_path: Path) -> None:
         assert not run(tmp_path, {3: "interval: 15\nlayers: ['1']", 16: None})
@@ -57,13 +57,13 @@ class TestObeyed:
     def test_a_resumed_run_does_not_count_the_steps_again(self, tmp_path: Path) -> None:
         run(tmp_path, {3: "dump: ['0']\nsteps: 4"}, steps=12)  # it is interrupted after two of the four
         run(tmp_path, {}, start=12, steps=40)
-        assert {(attempt, step) for attempt, step, _, _ in dumped_files(Storage(tmp_path))} == {(0, 10), (0, 11)}
+        assert {(attempt, step) for attempt, step, _, _ in dumped_files(FolderStorage(tmp_path))} == {(0, 10), (0, 11)}
         assert sampled(tmp_path) == [0, 10, 11, 20, 30]
 
     def test_a_resumed_run_finishes_the_steps(self, tmp_path: Path) -> None:
         run(tmp_path, {3: "dump: ['0']\nsteps: 14"}, steps=18)
         run(tmp_path, {}, start=18, steps=40)
-        again = {step for attempt, step, _, _ in dumped_files(Storage(tmp_path)) if attempt == 1}
+        again = {step for attempt, step, _, _ in dumped_files(FolderStorage(tmp_path)) if attempt == 1}
         assert again == {20, 21, 22, 23}
 
 
@@ -192,7 +192,7 @@ class TestRefused:
         parsed = list[threading.Thread]()
 
         def profile(frame: Any, event: str, argument: Any) -> None:
-            if event == "call" and frame.f_code is Control.parse.__func__.__code__:
+            if event == "call" and frame.f_code is ControlSettings.parse.__func__.__code__:
                 parsed.append(threading.current_thread())
 
         threading.setprofile(profile)
@@ -213,7 +213,7 @@ class TestRefused:
     @given(st.text(max_size=200))
     def test_any_text_is_obeyed_or_refused(self, text: str) -> None:
         with contextlib.suppress(ConfigError):
-            assert Control.parse(text) == Control.parse(str(Control.parse(text)))
+            assert ControlSettings.parse(text) == ControlSettings.parse(str(ControlSettings.parse(text)))
 
     @given(
         st.fixed_dictionaries(
@@ -229,22 +229,24 @@ class TestRefused:
         st.none() | st.integers(1, 100),
     )
     def test_what_is_written_is_what_is_read(self, changes: dict[str, Any], steps: int | None) -> None:
-        control = Control(changes, steps)
+        control = ControlSettings(changes, steps)
         assert (
-            Control.parse(str(control)) == control == Control.from_plain_values(json.loads(json.dumps(control.plain_values)))
+            ControlSettings.parse(str(control))
+            == control
+            == ControlSettings.from_plain_values(json.loads(json.dumps(control.plain_values)))
         )
 
 
 class TestSchedule:
     @given(st.integers(1, 20), st.integers(0, 50), st.integers(1, 10), st.integers(0, 50))
     def test_windows_and_turns(self, interval: int, at: int, steps: int, trigger: int) -> None:
-        schedule = Schedule(Config(interval=interval, trigger_steps=2))
-        schedule.apply_control(Control({"dump": ("x",)}, steps), at)
-        schedule.trigger(trigger, "why")
+        schedule = SamplingSchedule(Config(interval=interval, trigger_steps=2))
+        schedule.apply_control(ControlSettings({"dump": ("x",)}, steps), at)
+        schedule.trigger_samples(trigger, "why")
         for step in range(80):
             in_window, triggered = at <= step < at + steps, trigger <= step < trigger + 2
             # A trigger forgets windows that are over.
-            assert schedule.samples(step) == (step % interval == 0 or triggered or (in_window and at + steps > trigger))
+            assert schedule.is_sampled(step) == (step % interval == 0 or triggered or (in_window and at + steps > trigger))
             if in_window and at + steps > trigger:
-                assert schedule.dumped(step) == ["x"]
+                assert schedule.list_dumped_layers(step) == ["x"]
             assert ("why" in (schedule.explain_sampling(step) or "")) == triggered

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.record.dump import dumped_files
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.storage import FolderStorage
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ class TestCommandLine:
         assert result.exit_code == 0, result.output
         assert f"We wrote {recorded}/run/control.yaml." in result.output
         assert not run(recorded / "run", {}, start=15, steps=45)
-        assert {step for _, step, _, _ in dumped_files(Storage(recorded / "run"))} == {20, 21}
+        assert {step for _, step, _, _ in dumped_files(FolderStorage(recorded / "run"))} == {20, 21}
         assert sampled(recorded / "run", attempt=1) == [20, 21, 40]
 
     def test_without_options_it_shows_what_became_of_it(self, recorded: Path) -> None:

@@ -23,10 +23,10 @@ PACKAGE = str(Path(nemo_fp8_debug.__file__).parent)
 GUARDS = ("core/error_guard.py",)
 #: hooks that torch calls, up to the guard that each begins with
 BEFORE_A_GUARD = {
-    "capture/dispatcher.py:Dispatcher._enter",
-    "capture/dispatcher.py:Dispatcher._prepare",
-    "capture/dispatcher.py:Dispatcher._leave",
-    "capture/dispatcher.py:Dispatcher._return",
+    "capture/dispatcher.py:EventDispatcher._enter",
+    "capture/dispatcher.py:EventDispatcher._prepare",
+    "capture/dispatcher.py:EventDispatcher._leave",
+    "capture/dispatcher.py:EventDispatcher._return",
     "capture/dispatcher.py:_Call.__init__",
     "capture/dispatcher.py:_Call.begin_modes",
     "capture/dispatcher.py:_Call.end_modes",
@@ -206,7 +206,7 @@ def test_an_interrupt_of_a_step_goes_through_and_leaves_no_hook(run: Run, error:
 def test_whatever_is_raised_while_closing_the_record_is_closed(run: Run, error: type[BaseException]) -> None:
     wrong = []
     for function in entered_in(closed_run().close):
-        if "Recording.close.<locals>" in function:  # the recorder's own
+        if "RecorderQueue.close.<locals>" in function:  # the recorder's own
             continue
         another = closed_run()
         profile = Profile(function, error)

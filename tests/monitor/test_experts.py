@@ -15,13 +15,13 @@ from torch import nn
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.core.layer_names import is_aggregate, name_aggregate
+from nemo_fp8_debug.core.layer_names import find_expert_aggregate, is_expert_aggregate
 from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
-from nemo_fp8_debug.record.reader import find_run, read_table
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
+from nemo_fp8_debug.record.storage import FolderStorage
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -32,7 +32,7 @@ DELAYED = {"name": "delayed", "amax_history_len": 2, "margin": 1}
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 
 
-def train(folder: Path, recipe: Any, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Storage:
+def train(folder: Path, recipe: Any, dtype: torch.dtype = torch.bfloat16, **options: Any) -> FolderStorage:
     """Steps of two micro-batches; in layer 1 most experts get no token."""
     model = gpt(experts=EXPERTS).to(dtype)
     router = model.get_submodule("decoder.layers.1.mlp.router").weight
@@ -46,21 +46,21 @@ def train(folder: Path, recipe: Any, dtype: torch.dtype = torch.bfloat16, **opti
             for i in range(2):
                 (2.0**step * loss_of(model, 2 * step + i)).backward()
     monitor.close()
-    return find_run(folder)
+    return find_record(folder)
 
 
 def aggregates(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.filter(pl.col("layer").str.contains("*", literal=True))
 
 
-def dumped(run: Storage) -> dict[tuple[int, str, str], list[tuple[str, torch.Tensor, float]]]:
+def dumped(run: FolderStorage) -> dict[tuple[int, str, str], list[tuple[str, torch.Tensor, float]]]:
     """The operands of all experts of an aggregate: (expert, tensor, scale) of each call, by (step, aggregate, role)."""
     found: dict[tuple[int, str, str], list[tuple[str, torch.Tensor, float]]] = {}
     for _, step, _, name in dumped_files(run):
         about, tensors = read_dump(run, name)
         if about.role == "weight" and about.call:
             continue
-        of_fold = found.setdefault((step, name_aggregate(about.layer) or "", about.role), [])
+        of_fold = found.setdefault((step, find_expert_aggregate(about.layer) or "", about.role), [])
         of_fold.append((about.layer, tensors["value"].flatten(), float(tensors["scale"])))
     return found
 
@@ -91,10 +91,10 @@ COUNTED = ("underflow_pct", "overflow_pct", "amax", "amin")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_metrics_of_a_fold_are_those_of_all_its_tensors_end_to_end(tmp_path: Path, recipe: Any, dtype: torch.dtype) -> None:
     run = train(tmp_path, recipe, dtype)
-    recorded = read_table(run, "metrics")
+    recorded = read_table_rows(run, "metrics")
     rows = {(r["step"], r["layer"], r["role"]): r for r in recorded.iter_rows(named=True)}
     tensors = dumped(run)
-    assert tensors.keys() == {key for key in rows if is_aggregate(key[1])}
+    assert tensors.keys() == {key for key in rows if is_expert_aggregate(key[1])}
     assert len(tensors) == STEPS * FOLDS
     for (step, aggregate, role), calls in tensors.items():
         row = rows[step, aggregate, role]
@@ -120,7 +120,7 @@ def test_metrics_of_a_fold_are_those_of_all_its_tensors_end_to_end(tmp_path: Pat
 
 def test_experts_without_tokens_count_and_have_no_values(tmp_path: Path) -> None:
     run = train(tmp_path, "current", dump=[])
-    rows = read_table(run, "metrics", where={"step": 0}).filter(role="input", gemm="linear_fc1")
+    rows = read_table_rows(run, "metrics", where={"step": 0}).filter(role="input", gemm="linear_fc1")
     mine = rows.filter(pl.col("layer").str.starts_with("decoder.layers.1.mlp.experts."))
     with_values = mine.filter(pl.col("n") > 0).filter(~pl.col("layer").str.contains("*", literal=True))
     assert 0 < len(with_values) < EXPERTS
@@ -130,26 +130,26 @@ def test_experts_without_tokens_count_and_have_no_values(tmp_path: Path) -> None
     assert aggregate["scale"] == with_values["scale"].min()
     assert aggregate["scale_ratio_log2"] == 0  # the scale of an empty tensor, which is 1, is nobody's
     assert set(with_values["experts"]) == {1}
-    others = read_table(run, "metrics").filter(~pl.col("layer").str.contains("experts"))
+    others = read_table_rows(run, "metrics").filter(~pl.col("layer").str.contains("experts"))
     assert others["experts"].unique().to_list() == [None]
 
 
 def test_experts_that_a_pattern_leaves_out_do_not_count(tmp_path: Path) -> None:
     run = train(tmp_path, "current", dump=[], layers=["local_experts.[0-2].linear_fc2", "linear_qkv"])
-    metrics = read_table(run, "metrics")
+    metrics = read_table_rows(run, "metrics")
     assert set(aggregates(metrics)["experts"]) == {3}
     assert len(aggregates(metrics)) == STEPS * 2 * 3
 
 
 def test_a_fold_has_no_histogram_of_its_own(tmp_path: Path) -> None:
-    assert aggregates(read_table(train(tmp_path, "current", dump=[]), "histograms")).is_empty()
+    assert aggregates(read_table_rows(train(tmp_path, "current", dump=[]), "histograms")).is_empty()
 
 
 @pytest.mark.parametrize("recipe", ["current", DELAYED], ids=["current", "delayed"])
 @pytest.mark.parametrize("source", ["histograms", "dumps"])
 def test_replay_gives_the_folds_again(tmp_path: Path, recipe: Any, source: str) -> None:
     run = train(tmp_path, recipe)
-    replayed, recorded = replay(run, None, source), read_table(run, "metrics")
+    replayed, recorded = replay(run, None, source), read_table_rows(run, "metrics")
     if source == "dumps":  # of experts alone
         recorded = recorded.filter(pl.col("layer").str.contains("experts"))
     assert len(aggregates(replayed)) == STEPS * FOLDS
@@ -159,7 +159,7 @@ def test_replay_gives_the_folds_again(tmp_path: Path, recipe: Any, source: str) 
 @pytest.mark.parametrize("other", ["current-e4m3", "delayed(margin=2)"])
 def test_what_is_what_if_is_what_replay_gives(tmp_path: Path, other: str) -> None:
     run = train(tmp_path, DELAYED, what_if=[other])
-    what_if, replayed = read_table(run, "what_if"), replay(run, other)
+    what_if, replayed = read_table_rows(run, "what_if"), replay(run, other)
     assert len(aggregates(what_if)) == STEPS * FOLDS
     counted = ["step", "layer", "role", "n", "underflow_pct", "overflow_pct"]
     assert what_if.select(counted).sort(counted).equals(replayed.select(counted).sort(counted))
@@ -172,16 +172,16 @@ def test_block_recipes_fold_too(tmp_path: Path, dtype: torch.dtype) -> None:
     """Underflows are counts, so those of experts add up to those of the aggregate."""
     run = train(tmp_path, "mxfp8", dtype, what_if=["blockwise"], dump=[])
     for table in ("metrics", "what_if"):
-        rows = read_table(run, table).filter(pl.col("experts").is_not_null() & (pl.col("n") > 0))
+        rows = read_table_rows(run, table).filter(pl.col("experts").is_not_null() & (pl.col("n") > 0))
         assert len(aggregates(rows)) == STEPS * FOLDS
-        aggregate = pl.col("layer").map_elements(lambda name: name_aggregate(name) or name, pl.String)
+        aggregate = pl.col("layer").map_elements(lambda name: find_expert_aggregate(name) or name, pl.String)
         lost, error = pl.col("underflow_pct") * pl.col("n") / 100, pl.col("mse") * pl.col("n")
         sums = rows.select(
             "step",
             "role",
             "n",
             aggregate=aggregate,
-            one=~pl.col("layer").map_elements(is_aggregate, pl.Boolean),
+            one=~pl.col("layer").map_elements(is_expert_aggregate, pl.Boolean),
             lost=lost,
             e=error,
         )
@@ -202,7 +202,7 @@ def test_a_fold_is_replayed_from_all_its_experts_only(tmp_path: Path) -> None:
 def test_an_expert_without_tokens_has_no_history_yet() -> None:
     keys = [("experts.0", "input"), ("experts.1", "input")]
     scales = EmulatedScales(parse_recipe("delayed"), keys)
-    scales.observe(keys, torch.tensor([2.0, 0.0]))
+    scales.update_amax_histories(keys, torch.tensor([2.0, 0.0]))
     assert scales.next_scale(keys[0]) == 224
     assert isinstance(scales.next_scale(keys[1]), CurrentScaling)
 
@@ -215,21 +215,21 @@ def test_experts_whose_first_tokens_come_later(tmp_path: Path) -> None:
             for name in with_tokens:
                 experts["experts"][name](torch.randn(4, 16).bfloat16()).float().square().sum().backward()
     monitor.close()
-    rows = read_table(find_run(tmp_path), "metrics", where={"role": "input"})
+    rows = read_table_rows(find_record(tmp_path), "metrics", where={"role": "input"})
     sources = {(layer, step): source for layer, step, source in rows.select("layer", "step", "scale_source").rows()}
     assert [sources["experts.0", step] for step in range(3)] == ["current", "emulated", "emulated"]
     assert [sources.get(("experts.1", step)) for step in range(3)] == [None, "current", "emulated"]
     assert [sources["experts.*", step] for step in range(3)] == ["current", "mixed", "emulated"]
     assert aggregates(rows).select("n", "experts").rows() == [(64, 2), (128, 2), (128, 2)]
-    recorded = read_table(find_run(tmp_path), "metrics")
+    recorded = read_table_rows(find_record(tmp_path), "metrics")
     assert_frame_equal(replay(tmp_path).drop("rounded"), recorded, rel_tol=1e-12, check_row_order=False)
 
 
 def test_experts_of_several_ranks(tmp_path: Path) -> None:
     run_script(Path(__file__).with_name("expert_ranks.py"), tmp_path)
-    run = find_run(tmp_path)
+    run = find_record(tmp_path)
     for table, of in (("metrics", None), ("what_if", "current-e4m3")):
-        rows = read_table(run, table)
+        rows = read_table_rows(run, table)
         for (step, role), mine in rows.filter(pl.col("experts").is_not_null()).group_by("step", "role"):
             (aggregate,) = aggregates(mine).to_dicts()
             single = mine.filter(experts=1)

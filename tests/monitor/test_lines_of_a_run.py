@@ -37,16 +37,16 @@ class TestLinesOfARun:
     def test_a_record_that_failed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from nemo_fp8_debug.record.writer import RunRecord
+        from nemo_fp8_debug.record.writer import RunRecordWriter
 
-        original = RunRecord.record
+        original = RunRecordWriter.record
 
-        def record(self: RunRecord, sample: Any) -> None:
+        def record(self: RunRecordWriter, sample: Any) -> None:
             if sample.step > 0:
                 raise OSError(5, "Input/output error")
             original(self, sample)
 
-        monkeypatch.setattr(RunRecord, "record", record)
+        monkeypatch.setattr(RunRecordWriter, "record", record)
         (message,) = warned(tmp_path, table_rows=1)
         assert "Input/output error" in message
         assert f"recorded only 1 of 4 samples (warnings say why) in {tmp_path}." in capsys.readouterr().out
@@ -88,15 +88,15 @@ class TestLinesOfARun:
     def test_what_training_waited_for(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from nemo_fp8_debug.record.writer import RunRecord
+        from nemo_fp8_debug.record.writer import RunRecordWriter
 
-        original = RunRecord.record
+        original = RunRecordWriter.record
 
-        def record(self: RunRecord, sample: Any) -> None:
+        def record(self: RunRecordWriter, sample: Any) -> None:
             original(self, sample)
             time.sleep(1.2 if sample.step == 1 else 0.0)
 
-        monkeypatch.setattr(RunRecord, "record", record)
+        monkeypatch.setattr(RunRecordWriter, "record", record)
         warned(tmp_path, table_rows=1)
         last = capsys.readouterr().out.splitlines()[-1]
         assert re.search(r"; training waited \d\.\d s, \d\.\d s of it at step 2, mainly for recording\. View: ", last)

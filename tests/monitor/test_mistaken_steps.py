@@ -14,7 +14,7 @@ import torch
 from mistaken_runs import in_a_step, sampled, trained, two_layers, warned
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 INVALID = [-1, "3", None, 2.5, True, 2**70, float("nan"), [3], torch.ones(2), torch.tensor(True), np.array([1, 2]), object()]
 
@@ -24,7 +24,7 @@ class TestSteps:
     def test_an_invalid_number_costs_its_samples_and_one_warning(self, tmp_path: Path, step: Any) -> None:
         (message,) = warned(tmp_path, steps=[0, step, step, 3])
         assert "is not sampled: the number of a step is a whole number, at least 0 and below 10**18" in message
-        assert sampled(tmp_path) == [0, 3] == read_table(tmp_path, "steps")["step"].to_list()
+        assert sampled(tmp_path) == [0, 3] == read_table_rows(tmp_path, "steps")["step"].to_list()
 
     def test_whole_numbers_of_other_types_are_taken(self, tmp_path: Path) -> None:
         assert not warned(tmp_path, steps=[np.int64(0), torch.tensor(1), torch.tensor([2]), 3.0, np.uint8(4), 10**18 - 1])
@@ -33,7 +33,7 @@ class TestSteps:
     def test_a_step_that_goes_back_changes_nothing_that_is_recorded(self, tmp_path: Path) -> None:
         (message,) = warned(tmp_path, steps=[0, 5, 5, 3, 6])
         assert message.startswith("step 5 is not sampled, because it follows step 5: step numbers must grow")
-        assert sampled(tmp_path) == [0, 5, 6] == read_table(tmp_path, "steps")["step"].to_list()
+        assert sampled(tmp_path) == [0, 5, 6] == read_table_rows(tmp_path, "steps")["step"].to_list()
 
     def test_triggers_go_on_after_an_invalid_number(self, tmp_path: Path) -> None:
         options = {"interval": 100, "triggers": ["nonfinite"], "trigger_steps": 1}

@@ -19,7 +19,7 @@ from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8DebugWarning, FP8Em
 from nemo_fp8_debug.adapters.megatron import FP8DebugBridgeCallback, FP8DebugForwardStep
 from nemo_fp8_debug.adapters.transformers import FP8DebugTrainerCallback
 from nemo_fp8_debug.options.config import Config
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 CLASSES: dict[str, Callable[..., Any]] = {
     "Monitor": lambda **options: Monitor(two_layers(), recorders=[Samples()], **options),
@@ -102,7 +102,7 @@ class TestScalars:
         assert message.startswith(
             "los of a step is not in the record (did you mean 'loss'?); the record takes loss, grad_norm"
         )
-        assert read_table(tmp_path, "steps")["lr"].to_list() == [0.1] * 4
+        assert read_table_rows(tmp_path, "steps")["lr"].to_list() == [0.1] * 4
 
     def test_recorders_of_the_user_get_scalars_of_any_name(self) -> None:
         with warnings.catch_warnings(record=True) as told:
@@ -122,7 +122,7 @@ class TestScalars:
 
         (message,) = warned(tmp_path, loop, triggers=["loss_spike"])
         assert message.startswith("grad_norm of a step is not recorded: it is not a scalar but ")
-        assert None not in read_table(tmp_path, "steps")["loss"].to_list() and sampled(tmp_path) == [0, 1, 2, 3]
+        assert None not in read_table_rows(tmp_path, "steps")["loss"].to_list() and sampled(tmp_path) == [0, 1, 2, 3]
 
     @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), torch.tensor([0.5]), np.array(0.5)])
     def test_numbers_of_other_types_are_taken(self, tmp_path: Path, value: Any) -> None:
@@ -131,7 +131,7 @@ class TestScalars:
                 report(loss=train(), lr=value)
 
         assert not warned(tmp_path, loop)
-        assert read_table(tmp_path, "steps")["lr"].to_list() == [0.5] * 4
+        assert read_table_rows(tmp_path, "steps")["lr"].to_list() == [0.5] * 4
 
     def test_a_value_without_a_name(self, tmp_path: Path) -> None:
         def loop(monitor: Monitor, step: int, train: Callable[[], torch.Tensor]) -> None:
@@ -162,7 +162,7 @@ class TestModels:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_a_model_made_of_another_dtype_is_measured_as_it_is(self, tmp_path: Path, dtype: torch.dtype) -> None:
         assert not warned(tmp_path, change=lambda model: model.to(dtype))
-        metrics = read_table(tmp_path, "metrics")
+        metrics = read_table_rows(tmp_path, "metrics")
         assert metrics.filter(step=3)["dtype"].unique().to_list() == [str(dtype).removeprefix("torch.")]
 
     def test_layers_replaced_after_attaching_are_one_warning(self, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
 from nemo_fp8_debug.core.keys import STATES
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 STEPS = 4
 _EVERYTHING = {
@@ -165,14 +165,14 @@ def test_a_step_that_raises_leaves_no_hook_and_raises_on() -> None:
 def test_a_fault_in_a_hook_costs_that_operand_and_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_fp8_debug.capture import operands
 
-    original = operands.Operand.add
+    original = operands.OperandAccumulator.add_tensor
 
-    def faulty(self: operands.Operand, x: torch.Tensor, order: int, use: Any = None) -> None:
+    def faulty(self: operands.OperandAccumulator, x: torch.Tensor, order: int, use: Any = None) -> None:
         if self.gemm.name == "1":
             raise ZeroDivisionError("injected")
         original(self, x, order, use)
 
-    monkeypatch.setattr(operands.Operand, "add", faulty)
+    monkeypatch.setattr(operands.OperandAccumulator, "add_tensor", faulty)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     samples = Samples()
     monitor = Monitor(model, recorders=[samples], interval=1)
@@ -254,9 +254,9 @@ def test_a_plain_loop_in_three_lines(tmp_path: Path, capsys: pytest.CaptureFixtu
             optimizer.step()
             report(loss=loss)
     monitor.close()
-    run = find_run(tmp_path)
-    assert read_table(run, "metrics")["step"].unique().to_list() == [0, 2]
-    assert read_table(run, "steps")["step"].to_list() == [0, 1, 2, 3]
+    run = find_record(tmp_path)
+    assert read_table_rows(run, "metrics")["step"].unique().to_list() == [0, 2]
+    assert read_table_rows(run, "steps")["step"].to_list() == [0, 1, 2, 3]
     assert "Nothing is quantized: what FP8 would do at step 2, loss" in capsys.readouterr().out
 
 

@@ -117,14 +117,14 @@ WITH_COMPILED_PART = """
 import torch
 from torch import nn
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms, require_matching_gemms
 
 part = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager")
 in_place = nn.Linear(4, 4)
 in_place.compile(backend="eager")
-print([g.name for g in select_gemms(find_gemms([nn.Sequential(nn.Linear(4, 4), part, in_place)]), None)])
+print([g.name for g in require_matching_gemms(find_gemms([nn.Sequential(nn.Linear(4, 4), part, in_place)]), None)])
 try:
-    select_gemms(find_gemms([part]), None)
+    require_matching_gemms(find_gemms([part]), None)
 except ConfigError as error:
     print(error)
 """

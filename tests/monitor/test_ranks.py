@@ -12,7 +12,7 @@ from ranks import RUNS
 
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def found_by_ranks(ran: Path, run: str) -> list[dict[str, Any]]:
 
 def dumped(folder: Path) -> dict[tuple[int, int], set[str]]:
     """Layers by (step, rank)."""
-    storage, found = find_run(folder / "run"), {}
+    storage, found = find_record(folder / "run"), {}
     for _, step, rank, name in dumped_files(storage):
         found.setdefault((step, rank), set()).add(read_dump(storage, name)[0].layer)
     return found
@@ -49,7 +49,7 @@ def test_triggers_decide_alike_on_all_ranks(ran: Path) -> None:
     assert metric == [metric[0] + i for i in range(3)]  # as soon as the sample of step 30 is measured
     assert first["sampled"] == second["sampled"] == sorted({0, 10, 20, 30, *spike, *metric})
     assert set(dumped(folder)) == {(step, rank) for step in (*spike, *metric) for rank in (0, 1)}
-    why = dict(read_table(find_run(folder / "run"), "steps", ["step", "trigger"]).rows())
+    why = dict(read_table_rows(find_record(folder / "run"), "steps", ["step", "trigger"]).rows())
     assert all("loss spike at step 23: 52.02, median" in why[step] for step in spike)
     assert all("outlier_log2 of X of stage0.0 is" in why[step] for step in metric)
 
@@ -70,15 +70,15 @@ def test_more_ranks(ran: Path) -> None:
     ranks = found_by_ranks(ran, "control of 3")
     assert [rank["sampled"] for rank in ranks] == [[0, 10, 11, 12, 20, 30]] * 3
     # Stages have layers of their own, whose metrics come to the one that writes.
-    rows = read_table(find_run(ran / "control of 3" / "run"), "metrics", ["step", "layer", "role"]).rows()
+    rows = read_table_rows(find_record(ran / "control of 3" / "run"), "metrics", ["step", "layer", "role"]).rows()
     layers = [f"stage{stage}.{i}" for stage in range(3) for i in (0, 2)]
     assert sorted(rows) == sorted((s, layer, r) for s in ranks[0]["sampled"] for layer in layers for r in ROLES)
 
 
 def test_the_last_stage_of_a_pipeline_knows_what_all_gradients_are_multiplied_by(ran: Path) -> None:
-    record = find_run(ran / "units" / "run")
-    steps = read_table(record, "steps", ["step", "grad_scale"]).drop_nulls().rows()
+    record = find_record(ran / "units" / "run")
+    steps = read_table_rows(record, "steps", ["step", "grad_scale"]).drop_nulls().rows()
     assert steps == [(step, 0.25) for step in (0, 10, 20, 30)]
-    metrics = read_table(record, "metrics").filter(role="grad_output")
+    metrics = read_table_rows(record, "metrics").filter(role="grad_output")
     assert {layer.partition(".")[0] for layer in metrics["layer"]} == {"stage0", "stage1"}
     assert metrics["unscaled_amax"].to_list() == [4 * amax for amax in metrics["amax"]]

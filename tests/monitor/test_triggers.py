@@ -17,22 +17,22 @@ from small_models.megatron import gpt, loss_of
 from torch import nn
 
 from nemo_fp8_debug import ConfigError, Monitor
-from nemo_fp8_debug.distributed import Ranks
+from nemo_fp8_debug.distributed import MonitoredRanks
 from nemo_fp8_debug.monitor.schedule import Triggers
-from nemo_fp8_debug.options.trigger_rules import LossSpike, NonFinite, Threshold, parse_rule
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.options.trigger_rules import LossSpikeRule, NonFiniteRule, ThresholdRule, parse_trigger_rule
+from nemo_fp8_debug.record.reader import read_table_rows
 
 RECOMPUTE = {"recompute_method": "uniform", "recompute_granularity": "full", "recompute_num_layers": 1}
 
 
 def reasons(losses: list[Any], *rules: str) -> dict[int, str]:
     """Why steps were sampled, by the step that followed."""
-    triggers = Triggers([parse_rule(rule) for rule in rules], Ranks())
+    triggers = Triggers([parse_trigger_rule(rule) for rule in rules], MonitoredRanks())
     found = {}
     for step, loss in enumerate(losses):
         if why := triggers.find_pending_reason():
             found[step] = why
-        triggers.see_step(step, loss)
+        triggers.check_step(step, loss)
     return found
 
 
@@ -70,11 +70,11 @@ class TestLoss:
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, torch.tensor(math.nan)])
     def test_a_gradient_norm_that_is_not_finite(self, bad: Any) -> None:
-        triggers = Triggers([parse_rule("nonfinite")], Ranks())
+        triggers = Triggers([parse_trigger_rule("nonfinite")], MonitoredRanks())
         for step in range(10):
-            triggers.see_step(step, 2.0, bad if step == 5 else 1.0)
+            triggers.check_step(step, 2.0, bad if step == 5 else 1.0)
             assert (triggers.find_pending_reason() == "the gradient norm of step 5 is not finite") == (step == 5)
-        triggers.see_step(10, math.nan, bad)
+        triggers.check_step(10, math.nan, bad)
         assert triggers.find_pending_reason() == "the loss and the gradient norm of step 10 are not finite"
 
     @pytest.mark.parametrize("odd", [None, 0.0, torch.zeros(3), "2.5", torch.tensor(0.0)])
@@ -85,17 +85,17 @@ class TestLoss:
         assert list(reasons(losses, "loss_spike", "nonfinite")) == [61]
 
     def test_without_rules_nothing_is_kept(self) -> None:
-        triggers = Triggers([], Ranks())
-        triggers.see_step(0, torch.tensor(1.0))
+        triggers = Triggers([], MonitoredRanks())
+        triggers.check_step(0, torch.tensor(1.0))
         assert not triggers._pending
 
 
 class TestRules:
     def test_they_are_read(self) -> None:
-        assert parse_rule("loss_spike") == LossSpike()
-        assert parse_rule("nonfinite") == NonFinite()
-        assert parse_rule("underflow_pct > 20") == Threshold("underflow_pct", None, ">", 20)
-        assert parse_rule("sqnr_db/grad_output<1.5e1") == Threshold("sqnr_db", "grad_output", "<", 15)
+        assert parse_trigger_rule("loss_spike") == LossSpikeRule()
+        assert parse_trigger_rule("nonfinite") == NonFiniteRule()
+        assert parse_trigger_rule("underflow_pct > 20") == ThresholdRule("underflow_pct", None, ">", 20)
+        assert parse_trigger_rule("sqnr_db/grad_output<1.5e1") == ThresholdRule("sqnr_db", "grad_output", "<", 15)
 
     @pytest.mark.parametrize(
         "text", ["", "spike", "underflow_pct", "underflow > 3", "mse/X > 1", "mse > x", "mse > 1e", "mse >= 1", 7, None]
@@ -105,20 +105,20 @@ class TestRules:
             ConfigError,
             match=r"invalid trigger .*: expected loss_spike, nonfinite, early_warning, wrong_product, or METRIC > LIMIT",
         ):
-            parse_rule(text)
+            parse_trigger_rule(text)
 
     def test_a_metric_past_its_limit(self) -> None:
         rows = [{"layer": "a", "mse": 1.0}, {"layer": "b", "mse": 3.0}, {"layer": "b", "role": "weight", "mse": None}]
-        assert parse_rule("mse > 2").passed_by(sample(0, rows)) == "mse of X of b is 3 (> 2)"
-        assert parse_rule("mse/input < 1.5").passed_by(sample(0, rows)) == "mse of X of a is 1 (< 1.5)"
-        assert parse_rule("mse/weight > 0").passed_by(sample(0, rows)) is None
+        assert parse_trigger_rule("mse > 2").describe_violation(sample(0, rows)) == "mse of X of b is 3 (> 2)"
+        assert parse_trigger_rule("mse/input < 1.5").describe_violation(sample(0, rows)) == "mse of X of a is 1 (< 1.5)"
+        assert parse_trigger_rule("mse/weight > 0").describe_violation(sample(0, rows)) is None
 
     def test_it_fires_when_it_begins_and_again_after_it_ended(self) -> None:
-        triggers = Triggers([parse_rule("mse > 2")], Ranks())
+        triggers = Triggers([parse_trigger_rule("mse > 2")], MonitoredRanks())
         found = []
         for step, mse in enumerate([1.0, 3.0, 4.0, 1.0, 5.0]):
-            triggers.see_sample(sample(step, [{"layer": "a", "mse": mse}]))
-            triggers.see_step(step, 1.0)
+            triggers.check_sample(sample(step, [{"layer": "a", "mse": mse}]))
+            triggers.check_step(step, 1.0)
             found.append(triggers.find_pending_reason())
         assert [bool(f) for f in found] == [False, True, False, False, True]
         assert found[4] == "mse of X of a is 5 (> 2) at step 4"
@@ -218,7 +218,7 @@ class TestInARun:
             model(torch.randn(4, 8).bfloat16()).float().sum().backward()
             monitor.end_step(loss=9.0 if step == 33 else 2.0)
         monitor.close()
-        return read_table(folder, "metrics")["step"].unique().to_list()
+        return read_table_rows(folder, "metrics")["step"].unique().to_list()
 
     def test_the_next_steps_are_sampled_dumped_and_tagged(self, tmp_path: Path) -> None:
         sampled = self.run(tmp_path, triggers=["loss_spike"], trigger_steps=3, trigger_dump=["*"])
@@ -226,7 +226,7 @@ class TestInARun:
         assert sorted(p.name for p in (tmp_path / "tensors").iterdir()) == [
             f"attempt-0-step-000000{s}" for s in (34, 35, 36)
         ]
-        tagged = read_table(tmp_path, "steps", ["step", "trigger"]).drop_nulls()
+        tagged = read_table_rows(tmp_path, "steps", ["step", "trigger"]).drop_nulls()
         assert tagged.rows() == [(s, "loss spike at step 33: 9, median 2") for s in (34, 35, 36)]
 
     def test_without_triggers_only_its_turn_counts(self, tmp_path: Path) -> None:
@@ -235,10 +235,10 @@ class TestInARun:
 
 class TestEarlyWarning:
     def fired(self, *samples: list[dict[str, Any]]) -> list[str | None]:
-        triggers, found = Triggers([parse_rule("early_warning")], Ranks()), []
+        triggers, found = Triggers([parse_trigger_rule("early_warning")], MonitoredRanks()), []
         for step, rows in enumerate(samples):
-            triggers.see_sample(sample(step, rows))
-            triggers.see_step(step, 1.0)
+            triggers.check_sample(sample(step, rows))
+            triggers.check_step(step, 1.0)
             found.append(triggers.find_pending_reason())
         return found
 

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from nemo_fp8_debug.numerics.block_scaling import BlockRule, count_block_scales
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule, count_block_scales
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3
 from nemo_fp8_debug.numerics.metric_columns import make_block_scale_columns
 from nemo_fp8_debug.numerics.metric_names import BLOCK_SCALES
@@ -24,7 +24,7 @@ def operand(dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def stored_scales(x: torch.Tensor, rule: BlockRule, role: str) -> tuple[list[float], int]:
+def stored_scales(x: torch.Tensor, rule: BlockScalingRule, role: str) -> tuple[list[float], int]:
     """Of each block as it is kept, and how many blocks are empty."""
     fmt = E2M1 if rule.two_level else E4M3
     made = rule.quantize(x, role, fmt)
@@ -46,7 +46,7 @@ def stored_scales(x: torch.Tensor, rule: BlockRule, role: str) -> tuple[list[flo
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_those_of_each_block(name: str, dtype: torch.dtype, role: str) -> None:
     rule = parse_recipe(name).scaling
-    assert isinstance(rule, BlockRule)
+    assert isinstance(rule, BlockScalingRule)
     x = operand(dtype)
     counts = count_block_scales(x, rule, role, E2M1 if rule.two_level else E4M3)
     (found,) = zip(*make_block_scale_columns(counts[None], [rule]).values(), strict=True)
@@ -67,7 +67,7 @@ def test_counts_are_those_of_each_block(name: str, dtype: torch.dtype, role: str
 
 def test_what_has_no_values() -> None:
     rule = parse_recipe("mxfp8").scaling
-    assert isinstance(rule, BlockRule)
+    assert isinstance(rule, BlockScalingRule)
     for x in (torch.zeros(4, 64), torch.zeros(0, 64)):
         counts = count_block_scales(x, rule, "input", E4M3)
         found = make_block_scale_columns(counts[None], [rule])

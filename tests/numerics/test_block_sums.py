@@ -58,7 +58,7 @@ def assert_sums(got: QuantizationSums, want: dict[str, float]) -> None:
 def test_sums(name: str, width: int, tall: int, role: str, fmt: str, dtype: torch.dtype, path: str) -> None:
     recipe, high = parse_recipe(name), tall if role == "weight" else 1
     for x in (random_blocks(70, 300, dtype), random_blocks(300, 70, dtype).t(), random_blocks(1, 1, dtype)):
-        got = PATHS[path](x, recipe.scaling, role, recipe.format_of(role))
+        got = PATHS[path](x, recipe.scaling, role, recipe.get_format(role))
         assert_sums(got, oracle(x, name, width, high, fmt))
 
 
@@ -73,7 +73,7 @@ def test_sums_of_any_bits(
     words = torch.from_numpy(bits.view(np.int32))  # twice as many values of 16 bits
     for dtype in DTYPES:
         x = words.view(dtype)
-        assert_sums(PATHS[path](x, recipe.scaling, role, recipe.format_of(role)), oracle(x, name, width, high, fmt))
+        assert_sums(PATHS[path](x, recipe.scaling, role, recipe.get_format(role)), oracle(x, name, width, high, fmt))
 
 
 def odd_one_out(x: torch.Tensor) -> torch.Tensor:
@@ -109,8 +109,8 @@ def test_sums_of_views(name: str, width: int, tall: int, role: str, fmt: str, dt
     recipe = parse_recipe(name)
     x = torch.randn(80, 2120, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 3, 2120)
     x = VIEWS[view](odd_one_out(x.to(dtype)))
-    want = quantization_sums_in_blocks(x.contiguous(), recipe.scaling, role, recipe.format_of(role))
-    got = quantization_sums(x, recipe.scaling, role, recipe.format_of(role))
+    want = quantization_sums_in_blocks(x.contiguous(), recipe.scaling, role, recipe.get_format(role))
+    got = quantization_sums(x, recipe.scaling, role, recipe.get_format(role))
     assert_sums(got, {name: column.item() for name, column in vars(want).items()})
 
 
@@ -123,10 +123,10 @@ def test_sums_of_a_large_tensor_shared_out_to_threads(
     recipe, before = parse_recipe(name), torch.get_num_threads()
     z, normal = torch.randn(2, 1050, 1000, generator=torch.Generator().manual_seed(3))
     x = odd_one_out((normal * torch.exp2(binades * z)).bfloat16())
-    want = quantization_sums_in_blocks(x, recipe.scaling, role, recipe.format_of(role))
+    want = quantization_sums_in_blocks(x, recipe.scaling, role, recipe.get_format(role))
     torch.set_num_threads(threads)
     try:
-        got = quantization_sums(x, recipe.scaling, role, recipe.format_of(role))
+        got = quantization_sums(x, recipe.scaling, role, recipe.get_format(role))
     finally:
         torch.set_num_threads(before)
     assert_sums(got, {name: column.item() for name, column in vars(want).items()})
@@ -137,7 +137,7 @@ def test_sums_of_a_large_tensor_shared_out_to_threads(
 def test_an_empty_tensor_adds_nothing(shape: tuple[int, ...], path: str) -> None:
     for name in ("mxfp8", "nvfp4"):
         recipe = parse_recipe(name)
-        got = PATHS[path](torch.zeros(shape), recipe.scaling, "input", recipe.format_of("input"))
+        got = PATHS[path](torch.zeros(shape), recipe.scaling, "input", recipe.get_format("input"))
         assert [column.tolist() for column in vars(got).values()] == [[0]] * 5
 
 
@@ -145,7 +145,7 @@ def test_one_block_is_current_scaling() -> None:
     x = torch.randn(100, 100, generator=torch.Generator().manual_seed(4))
     for power_of_two in (True, False):
         recipe = parse_recipe({"name": "blockwise", "power_of_two": power_of_two})
-        scale = CurrentScaling(power_of_two=power_of_two).scale(x.abs().amax(), E4M3.max)
+        scale = CurrentScaling(power_of_two=power_of_two).compute_scale(x.abs().amax(), E4M3.max)
         want = quantization_sums_of_float32(x, scale, E4M3)
         got = quantization_sums(x, recipe.scaling, "weight", E4M3)
         assert_sums(got, {name: column.item() for name, column in vars(want).items()})
@@ -154,7 +154,7 @@ def test_one_block_is_current_scaling() -> None:
 def test_a_block_whose_nvfp4_scale_is_zero_underflows_and_does_not_overflow() -> None:
     x = torch.cat([torch.full((1, 16), 1e-9), torch.full((1, 16), 6.0)])
     recipe = parse_recipe("nvfp4")
-    got = quantization_sums(x, recipe.scaling, "input", recipe.format_of("input"))
+    got = quantization_sums(x, recipe.scaling, "input", recipe.get_format("input"))
     assert (got.underflows.item(), got.overflows.item()) == (16, 0)
 
 

@@ -37,7 +37,7 @@ def test_codes_and_scales_of_10000_blocks(
     x = random_blocks({1: 10_000, 16: 1_000, 128: 100}[high] * high, width, dtype)
     if finite:
         x = torch.where(x.isfinite(), x, 1.0)
-    got = recipe.scaling.quantize(x, role, recipe.format_of(role))
+    got = recipe.scaling.quantize(x, role, recipe.get_format(role))
     with np.errstate(all="ignore"):
         want = reference(x, name, width, high, fmt)
     stored = got.scales.stored
@@ -53,8 +53,8 @@ def test_mxfp8_scales_of_bfloat16_are_exactly_the_power_of_two_at_or_above() -> 
     amax = torch.arange(1, 0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for name, limit in (("mxfp8-e4m3", 448), ("mxfp8-hybrid", 57344)):
         recipe = parse_recipe(name)
-        fmt = recipe.format_of("grad_output")
-        code = recipe.scaling.scales(amax.float()[:, None], amax[-1].float(), fmt, amax.dtype).stored[:, 0]
+        fmt = recipe.get_format("grad_output")
+        code = recipe.scaling.compute_scales(amax.float()[:, None], amax[-1].float(), fmt, amax.dtype).stored[:, 0]
         worth = 2.0 ** (code.double() - 127) * limit
         assert (amax.double() <= worth).all()
         assert ((amax.double() > worth / 2) | (code == 0)).all()
@@ -68,8 +68,8 @@ def test_nvfp4_scales_of_blocks_whose_amax_lies_at_a_tie_of_e4m3() -> None:
     for whole in np.random.default_rng(0).uniform(0.1, 100, 40).astype(np.float32):
         amax = (ties * 6 * whole / np.float32(448 * 6)).astype(np.float32)
         amax = np.concatenate([amax, np.nextafter(amax, np.float32(0)), np.nextafter(amax, np.float32(np.inf))])
-        got = recipe.scaling.scales(
-            torch.from_numpy(amax)[:, None], torch.tensor(whole), recipe.format_of("input"), torch.float32
+        got = recipe.scaling.compute_scales(
+            torch.from_numpy(amax)[:, None], torch.tensor(whole), recipe.get_format("input"), torch.float32
         )
         want = [nvfp4_scale(value, whole) for value in amax]
         assert got.stored.view(torch.uint8)[:, 0].tolist() == [int(stored.view(np.uint8)) for stored, *_ in want]
@@ -87,7 +87,7 @@ def test_gfloat_encodes_mx_blocks_alike(name: str, role: str, info: gfloat.Forma
     x = random_blocks(300, 32, torch.bfloat16)
     x = torch.where(x.isfinite(), x, 1.0)
     recipe = parse_recipe(name)
-    got = recipe.scaling.quantize(x, role, recipe.format_of(role))
+    got = recipe.scaling.quantize(x, role, recipe.get_format(role))
     block = gfloat.BlockFormatInfo("mx", info, 32, gformats.format_info_ocp_e8m0)
     for values, codes, scale in zip(
         x.double().numpy(), got.codes.view(torch.uint8).tolist(), got.scales.stored[:, 0].tolist(), strict=True
@@ -99,7 +99,7 @@ def test_gfloat_encodes_mx_blocks_alike(name: str, role: str, info: gfloat.Forma
 def test_gfloat_rounds_nvfp4_codes_alike() -> None:
     x = torch.randn(2000, 16, generator=torch.Generator().manual_seed(0))
     recipe = parse_recipe("nvfp4")
-    got = recipe.scaling.quantize(x, "input", recipe.format_of("input"))
+    got = recipe.scaling.quantize(x, "input", recipe.get_format("input"))
     scaled = (x * got.scales.scale).double().numpy()
     want = gfloat.round_ndarray(gformats.format_info_ocp_e2m1, scaled, sat=True)
     np.testing.assert_array_equal(got.codes.double().numpy(), want)
@@ -131,8 +131,8 @@ def test_blocks_at_the_edges_are_filled_up_with_zeros(
     rows = x.reshape(-1, shape[-1])
     whole = torch.zeros(math.ceil(len(rows) / tall) * tall, math.ceil(shape[-1] / width) * width, dtype=x.dtype)
     whole[: len(rows), : shape[-1]] = rows
-    got = recipe.scaling.quantize(x, role, recipe.format_of(role))
-    want = recipe.scaling.quantize(whole, role, recipe.format_of(role))
+    got = recipe.scaling.quantize(x, role, recipe.get_format(role))
+    want = recipe.scaling.quantize(whole, role, recipe.get_format(role))
     assert got.codes.shape == x.shape
     codes = want.codes.float()[: len(rows), : shape[-1]]
     assert torch.equal(got.codes.float().reshape(rows.shape), codes)
@@ -156,8 +156,8 @@ def test_a_power_of_two_passes_through(
         return  # an amax below it is no amax of the tensor
     values = np.where(np.abs(values) < 2**-60, np.float32(0), values)
     recipe, x = parse_recipe(name), torch.from_numpy(values)
-    once = recipe.scaling.quantize(x, role, recipe.format_of(role))
-    moved = recipe.scaling.quantize(x * 2.0**k, role, recipe.format_of(role))
+    once = recipe.scaling.quantize(x, role, recipe.get_format(role))
+    moved = recipe.scaling.quantize(x * 2.0**k, role, recipe.get_format(role))
     assert torch.equal(once.codes.float(), moved.codes.float())
     assert torch.equal(once.dequantize() * 2.0**k, moved.dequantize())
 
@@ -168,6 +168,6 @@ def test_a_power_of_two_passes_through(
 def test_values_under_powers_of_two_are_kept_the_second_time(name: str, values: npt.NDArray[np.float32]) -> None:
     recipe = parse_recipe(name)
     for role in ("input", "weight", "grad_output"):
-        once = recipe.scaling.quantize(torch.from_numpy(values), role, recipe.format_of(role)).dequantize()
-        twice = recipe.scaling.quantize(once.float(), role, recipe.format_of(role)).dequantize()
+        once = recipe.scaling.quantize(torch.from_numpy(values), role, recipe.get_format(role)).dequantize()
+        twice = recipe.scaling.quantize(once.float(), role, recipe.get_format(role)).dequantize()
         assert torch.equal(once, twice)

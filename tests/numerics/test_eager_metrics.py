@@ -20,9 +20,9 @@ def test_eager_formulas_give_our_metrics(fmt: FloatFormat, precision: torch.dtyp
     x = (torch.randn(100, 100) * (4 * torch.randn(100, 100)).exp()).bfloat16()
     x[0, 0], x[0, 1], x[0, 2] = torch.nan, torch.inf, 0
     batch = HistogramBatch.pack_histograms([count_histogram(x)])
-    moments = metrics.moments(batch)
-    scale = CurrentScaling().scale(batch.amax(), torch.tensor([fmt.max]))
-    ours = metrics.compute_metrics(moments, metrics.quantization_sums(batch, scale, [fmt]), scale, scale)
+    moments = metrics.compute_histogram_moments(batch)
+    scale = CurrentScaling().compute_scale(batch.amax(), torch.tensor([fmt.max]))
+    ours = metrics.compute_metrics(moments, metrics.quantization_sums_of_histograms(batch, scale, [fmt]), scale, scale)
     ours |= {"nan": moments.nan, "inf": moments.inf}
     theirs = eager_metrics(x, fmt.dtype, precision)
     assert set(NAMES) == {*metrics.METRICS, "nan", "inf"}

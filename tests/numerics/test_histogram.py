@@ -20,7 +20,7 @@ from tensors import KINDS, SIXTEEN_BIT, counted, random_patterns
 from nemo_fp8_debug.kernels import count_histogram, torch_fallback
 from nemo_fp8_debug.kernels.cpu import histogram
 from nemo_fp8_debug.kernels.memory import view_bits
-from nemo_fp8_debug.numerics.histogram import BINS, Histogram, HistogramBatch, list_magnitudes
+from nemo_fp8_debug.numerics.histogram import BINS, Histogram, HistogramBatch, list_pattern_magnitudes
 
 PATTERNS = hnp.arrays(np.uint16, st.integers(0, 40), elements=st.integers(0, 0xFFFF))
 
@@ -82,7 +82,7 @@ def test_private_counters_are_emptied_before_they_run_over() -> None:
     n = (1 << 32) + (1 << 21)
     x = torch.full((), 1.5, dtype=torch.bfloat16).expand(4, n // 4)
     counts = np.zeros(BINS, np.int64)
-    histogram.count_patterns(view_bits(x), counts, threads=1)
+    histogram.count_bit_patterns(view_bits(x), counts, threads=1)
     assert counts[0x3FC0] == counts.sum() == n
 
 
@@ -115,13 +115,13 @@ def test_plain_torch_counts_the_same(kind: str, dtype: torch.dtype, monkeypatch:
     monkeypatch.setattr(torch_fallback, "CHUNK", 100)
     x = KINDS[kind](dtype)
     counts = torch.zeros(BINS, dtype=torch.int64)
-    torch_fallback.count_patterns(x.detach().contiguous().reshape(-1).view(torch.int16), counts)
+    torch_fallback.count_bit_patterns(x.detach().contiguous().reshape(-1).view(torch.int16), counts)
     assert torch.equal(counts, count_histogram(x).counts)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 def test_a_bin_stands_for_the_magnitude_of_its_pattern(dtype: torch.dtype) -> None:
-    own = list_magnitudes()[SIXTEEN_BIT.index(dtype) * BINS :][:BINS]
+    own = list_pattern_magnitudes()[SIXTEEN_BIT.index(dtype) * BINS :][:BINS]
     patterns = torch.arange(BINS, dtype=torch.int32).to(torch.int16).view(dtype).float()
     assert torch.equal(own.nan_to_num(-1), patterns.nan_to_num(-1))
 
@@ -132,7 +132,7 @@ def test_threads_may_count_at_the_same_time() -> None:
     def count(job: int) -> bool:
         x = arrays[job % 3]
         counts = np.zeros(BINS, np.int64)
-        histogram.count_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2 + job % 2)
+        histogram.count_bit_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2 + job % 2)
         return np.array_equal(counts, counted(x))
 
     with ThreadPoolExecutor(4) as callers:
@@ -145,7 +145,7 @@ def test_a_process_forked_after_the_threads_were_used_still_counts(two_threads: 
 
     def count_in_child() -> None:
         counts = np.zeros(BINS, np.int64)
-        histogram.count_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2)
+        histogram.count_bit_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2)
         np.testing.assert_array_equal(counts, want)
 
     child = multiprocessing.get_context("fork").Process(target=count_in_child)
@@ -180,9 +180,9 @@ def test_bins_of_a_histogram_add_up_whatever_is_beside_it(lengths: list[int], se
     generator = torch.Generator().manual_seed(seed)
     histograms = [count_histogram(torch.randn(20 * length, generator=generator).bfloat16()) for length in lengths]
     batch = HistogramBatch.pack_histograms(histograms)
-    per_bin = batch.values.double() * batch.weights
+    per_bin = batch.bin_magnitudes.double() * batch.bin_counts
     sums = batch.sum_bins(per_bin)
     alone = [HistogramBatch.pack_histograms([of]) for of in histograms]
-    assert sums.tolist() == [float(one.sum_bins(one.values.double() * one.weights)) for one in alone]
+    assert sums.tolist() == [float(one.sum_bins(one.bin_magnitudes.double() * one.bin_counts)) for one in alone]
     exact = [math.fsum(part.tolist()) for part in per_bin.split(batch.room.tolist())] if lengths else []
     torch.testing.assert_close(sums, torch.tensor(exact, dtype=torch.float64), rtol=1e-14, atol=0)

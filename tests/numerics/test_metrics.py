@@ -18,11 +18,11 @@ from hypothesis.extra import numpy as hnp
 from tensors import KINDS, SIXTEEN_BIT, random_patterns
 
 from nemo_fp8_debug.kernels import count_histogram
-from nemo_fp8_debug.kernels.cuda.sums import total
+from nemo_fp8_debug.kernels.cuda.sums import sum_part_rows
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.histogram import HistogramBatch
-from nemo_fp8_debug.numerics.metrics import METRICS, Moments, QuantizationSums, UnsummedRow
+from nemo_fp8_debug.numerics.metrics import METRICS, DeferredRowSum, QuantizationSums, ValueMoments
 
 TARGET = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 FLT_MAX = np.finfo(np.float32).max
@@ -80,7 +80,7 @@ def values_of(x: torch.Tensor) -> npt.NDArray[np.float32]:
 
 
 def measured(
-    moments: Moments, sums: QuantizationSums, scale: npt.ArrayLike, current: npt.ArrayLike
+    moments: ValueMoments, sums: QuantizationSums, scale: npt.ArrayLike, current: npt.ArrayLike
 ) -> list[dict[str, float]]:
     """Metrics and counts, a dictionary a row."""
     columns = metrics.compute_metrics(moments, sums, torch.tensor(scale), torch.tensor(current))
@@ -92,12 +92,12 @@ def from_histograms(jobs: list[tuple[torch.Tensor, np.float32, FloatFormat]]) ->
     batch = HistogramBatch.pack_histograms([count_histogram(x) for x, _, _ in jobs])
     scale = np.array([scale for _, scale, _ in jobs], np.float32)
     current = np.array([current_scale(values_of(x), fmt) for x, _, fmt in jobs], np.float32)
-    sums = metrics.quantization_sums(batch, torch.from_numpy(scale), [fmt for _, _, fmt in jobs])
-    return measured(metrics.moments(batch), sums, scale, current)
+    sums = metrics.quantization_sums_of_histograms(batch, torch.from_numpy(scale), [fmt for _, _, fmt in jobs])
+    return measured(metrics.compute_histogram_moments(batch), sums, scale, current)
 
 
 def from_float32(x: torch.Tensor, scale: np.float32, fmt: FloatFormat) -> dict[str, float]:
-    moments = metrics.moments_of_float32(x)
+    moments = metrics.compute_float32_moments(x)
     sums = metrics.quantization_sums_of_float32(x, torch.tensor(scale), fmt)
     return measured(moments, sums, [scale], [current_scale(values_of(x), fmt)])[0]
 
@@ -219,10 +219,12 @@ def test_fold_adds_up_the_parts_of_each_owner() -> None:
     scale = torch.tensor([3.0, 3.0, 0.5, 3.0])
     tensors = [random_patterns(500, torch.float16, seed) for seed in range(4)]
     formats = [E4M3, E4M3, E5M2, E4M3]
-    parts = metrics.quantization_sums(HistogramBatch.pack_histograms([count_histogram(x) for x in tensors]), scale, formats)
-    aggregated = parts.sum_by_owner(torch.tensor([0, 0, 2, 0]), 3)
+    parts = metrics.quantization_sums_of_histograms(
+        HistogramBatch.pack_histograms([count_histogram(x) for x in tensors]), scale, formats
+    )
+    aggregated = parts.sum_rows_by_owner(torch.tensor([0, 0, 2, 0]), 3)
     whole = [torch.cat([tensors[0], tensors[1], tensors[3]]), torch.zeros(0, dtype=torch.float16), tensors[2]]
-    want = metrics.quantization_sums(
+    want = metrics.quantization_sums_of_histograms(
         HistogramBatch.pack_histograms([count_histogram(x) for x in whole]),
         torch.tensor([3.0, 1.0, 0.5]),
         [E4M3, E4M3, E5M2],
@@ -235,8 +237,8 @@ def test_fold_adds_up_the_parts_of_each_owner() -> None:
 
 def test_merge_gives_the_moments_of_the_whole() -> None:
     x = KINDS["non-finite"](torch.float32)
-    parts = Moments.concat([metrics.moments_of_float32(part) for part in (x[:1], x[1:9], x[9:9], x[9:])])
-    merged, want = metrics.merge_moments(parts), metrics.moments_of_float32(x)
+    parts = ValueMoments.concat([metrics.compute_float32_moments(part) for part in (x[:1], x[1:9], x[9:9], x[9:])])
+    merged, want = metrics.merge_moments(parts), metrics.compute_float32_moments(x)
     for name in ("n", "nan", "inf", "amax", "amin"):
         assert torch.equal(getattr(merged, name), getattr(want, name))
     for name in ("sum_x2", "sum_x4"):
@@ -251,7 +253,7 @@ def test_one_histogram_on_its_device_gives_what_a_batch_gives(dtype: torch.dtype
     x[:3] = torch.tensor([torch.nan, torch.inf, 0.0])
     scale = torch.tensor(37.5)
     alone = metrics.quantization_sums_of_counts(count_histogram(x), scale, fmt)
-    batch = metrics.quantization_sums(HistogramBatch.pack_histograms([count_histogram(x)]), scale[None], [fmt])
+    batch = metrics.quantization_sums_of_histograms(HistogramBatch.pack_histograms([count_histogram(x)]), scale[None], [fmt])
     for name in ("underflows", "overflows"):
         assert torch.equal(getattr(alone, name), getattr(batch, name))
     for name in ("sum_error2", "sum_xq", "sum_q2"):
@@ -260,16 +262,16 @@ def test_one_histogram_on_its_device_gives_what_a_batch_gives(dtype: torch.dtype
 
 def test_each_row_is_a_table_of_its_own() -> None:
     batch = HistogramBatch.pack_histograms([count_histogram(torch.randn(50).bfloat16()) for _ in range(3)])
-    found = metrics.moments(batch)
+    found = metrics.compute_histogram_moments(batch)
     for i, row in enumerate(found.each()):
         assert all(torch.equal(getattr(row, f.name), getattr(found.row(i), f.name)) for f in dataclasses.fields(found))
-        assert row.whole is row
+        assert row.summed_row is row
 
 
 def test_what_a_device_left_in_parts_is_added_up_where_it_is_moved_to() -> None:
-    parts = UnsummedRow(torch.tensor([[1.0, 0, 2, 3, 4], [2, 1, 0.5, 0, 1]], dtype=torch.float64), total)
+    parts = DeferredRowSum(torch.tensor([[1.0, 0, 2, 3, 4], [2, 1, 0.5, 0, 1]], dtype=torch.float64), sum_part_rows)
     at_home = parts.moved(lambda x: 2 * x)
-    sums = at_home.moved(lambda x: x / 2).whole
-    assert at_home.whole.sum_q2.item() == 10
+    sums = at_home.moved(lambda x: x / 2).summed_row
+    assert at_home.summed_row.sum_q2.item() == 10
     assert (sums.underflows.tolist(), sums.overflows.tolist(), sums.underflows.dtype) == ([3], [1], torch.int64)
     assert (sums.sum_error2.item(), sums.sum_xq.item(), sums.sum_q2.item()) == (2.5, 3.0, 5.0)

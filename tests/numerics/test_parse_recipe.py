@@ -107,7 +107,7 @@ class TestParseRecipe:
     )
     def test_format_of_each_role(self, fp8_format: str, formats: list[FloatFormat]) -> None:
         recipe = Recipe(CurrentScaling(), fp8_format)
-        assert [recipe.format_of(role) for role in ROLES] == formats
+        assert [recipe.get_format(role) for role in ROLES] == formats
 
     @pytest.mark.parametrize(
         ("name", "formats"),
@@ -119,7 +119,7 @@ class TestParseRecipe:
         ],
     )
     def test_format_of_each_role_under_other_recipes(self, name: str, formats: list[FloatFormat]) -> None:
-        assert [parse_recipe(name).format_of(role) for role in ROLES] == formats
+        assert [parse_recipe(name).get_format(role) for role in ROLES] == formats
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("bf16", BF16_RECIPE), ("of another tool", None), (None, None)])

@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8_debug.numerics.product_check import CHECKED, FLOAT32, TIMES, Accumulation, ExactBlock, check_block
+from nemo_fp8_debug.numerics.product_check import CHECKED, FLOAT32, TIMES, ExactBlock, GemmAccumulation, check_block
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 _RATIOS = ("value_ratio", "row_ratio", "column_ratio", "block_ratio")
 
 
 def checked(
-    actual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, how: Accumulation = FLOAT32
+    actual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, how: GemmAccumulation = FLOAT32
 ) -> dict[str, float]:
-    return dict(zip(CHECKED, check_block(actual, ExactBlock.product(a, b), how, bias).tolist(), strict=True))
+    return dict(zip(CHECKED, check_block(actual, ExactBlock.from_rows(a, b), how, bias).tolist(), strict=True))
 
 
 def operands(seed: int, terms: int, dtype: torch.dtype, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ def test_torchs_own_products_are_within(dtype: torch.dtype, terms: int) -> None:
 
 def test_the_exact_block_is_that_of_rational_numbers() -> None:
     a, b = operands(1, 5, torch.bfloat16)
-    exact = ExactBlock.product(a, b)
+    exact = ExactBlock.from_rows(a, b)
     for i, j in ((0, 0), (47, 39), (20, 7)):
         terms = [Fraction(float(x)) * Fraction(float(y)) for x, y in zip(a[i], b[j], strict=True)]
         assert exact.values[i, j].item() == pytest.approx(float(sum(terms)), rel=1e-14)
@@ -141,7 +141,7 @@ def test_limits_of_sums_are_those_of_the_run_that_docs_name() -> None:
 
 
 def test_a_coarser_accumulator_is_allowed_more() -> None:
-    coarse = Accumulation(roundoff=2.0**-13, exact_terms=32, bias=2.0**-13)
+    coarse = GemmAccumulation(roundoff=2.0**-13, exact_terms=32, bias=2.0**-13)
     a, b = operands(6, 256, torch.bfloat16)
     off = ((a.double() @ b.double().t()) * (1 + 2.0**-12)).float()
     assert checked(off, a, b)["block_ratio"] > 1

@@ -60,10 +60,10 @@ def test_the_hadamard_matrix_is_orthogonal(signs: bool) -> None:
 
 def test_groups_of_16_along_the_columns_are_transformed() -> None:
     x = torch.randn(32, 3, generator=torch.Generator().manual_seed(2))
-    found = NVFP4Scaling(hadamard="signs").columnwise(x)
+    found = NVFP4Scaling(hadamard="signs").transpose_for_columnwise(x)
     matrix = hadamard_matrix(True, x.device)
     assert torch.allclose(found[1, 16:], x[16:, 1] @ matrix, atol=1e-6)
     with pytest.raises(ValueError, match="24 rows"):
-        NVFP4Scaling(hadamard="signs").columnwise(x[:24])
+        NVFP4Scaling(hadamard="signs").transpose_for_columnwise(x[:24])
     with pytest.raises(ConfigError, match="hadamard"):
         NVFP4Scaling(hadamard="random")

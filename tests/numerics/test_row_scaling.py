@@ -42,7 +42,7 @@ def test_scales_codes_and_sums_of_every_kind_of_tensor(kind: str, dtype: torch.d
         scale, q = reference(x, fmt, power_of_two)
     values = x.detach().double().reshape(q.shape).numpy()
     finite = np.isfinite(values)
-    made = recipe.scaling.quantize(x.detach(), "input", recipe.format_of("input"))
+    made = recipe.scaling.quantize(x.detach(), "input", recipe.get_format("input"))
     np.testing.assert_array_equal(made.scales.scale.flatten().numpy(), scale)
     with np.errstate(all="ignore"):
         codes = np.where(scale[:, None] > 0, q * scale[:, None].astype(np.float64), 0.0)
@@ -51,8 +51,8 @@ def test_scales_codes_and_sums_of_every_kind_of_tensor(kind: str, dtype: torch.d
     kept, stands = np.where(finite, values, 0.0), np.where(finite, q, 0.0)
     least = 1e-15 * (kept**2).sum()  # of a tensor whose values are codes but for the rounding of the scale
     for sums in (
-        quantization_sums(x, recipe.scaling, "weight", recipe.format_of("input")),
-        quantization_sums_in_blocks(x, recipe.scaling, "input", recipe.format_of("input"), chunk=64),
+        quantization_sums(x, recipe.scaling, "weight", recipe.get_format("input")),
+        quantization_sums_in_blocks(x, recipe.scaling, "input", recipe.get_format("input"), chunk=64),
     ):
         assert int(sums.underflows) == int(((kept != 0) & (stands == 0)).sum())
         assert float(sums.sum_error2) == pytest.approx(((kept - stands) ** 2).sum(), rel=1e-12, abs=least)
@@ -64,7 +64,7 @@ def test_nothing_overflows_and_a_loud_row_is_not_heard_in_another() -> None:
     x = torch.randn(64, 4096)
     x[7] *= 2.0**20
     of_rows = parse_recipe("rowwise(power_of_two=False)")
-    sums = quantization_sums(x, of_rows.scaling, "input", of_rows.format_of("input"))
+    sums = quantization_sums(x, of_rows.scaling, "input", of_rows.get_format("input"))
     assert int(sums.overflows) == 0 and int(sums.underflows) < 64
     assert float((sums.sum_error2 / x.double().square().sum()).sqrt()) < 0.03
 
@@ -79,9 +79,9 @@ def test_names() -> None:
     }
     for given, name in names.items():
         assert parse_recipe(given).name == name == parse_recipe(name).name
-    assert parse_recipe("rowwise").in_blocks
-    assert [parse_recipe("rowwise").format_of(role).name for role in ROLES] == ["e4m3"] * 3
-    assert [parse_recipe("rowwise-hybrid").format_of(role).name for role in ROLES] == ["e4m3", "e4m3", "e5m2"]
+    assert parse_recipe("rowwise").uses_block_scaling
+    assert [parse_recipe("rowwise").get_format(role).name for role in ROLES] == ["e4m3"] * 3
+    assert [parse_recipe("rowwise-hybrid").get_format(role).name for role in ROLES] == ["e4m3", "e4m3", "e5m2"]
     with pytest.raises(ConfigError, match="recipe 'rowwise' has no option 'epsilon'"):
         parse_recipe("rowwise(epsilon=1.0)")
 
@@ -90,7 +90,7 @@ def test_a_row_that_holds_infinity_is_lost_and_the_others_are_not() -> None:
     x = torch.ones(2, 8)
     x[0, 0] = torch.inf
     rule = parse_recipe("rowwise")
-    sums = quantization_sums(x, rule.scaling, "input", rule.format_of("input"))
+    sums = quantization_sums(x, rule.scaling, "input", rule.get_format("input"))
     assert int(sums.underflows) == 7 and float(sums.sum_q2) == 8
 
 
@@ -108,7 +108,7 @@ def test_compiled_loops_are_the_plain_ones(shape: tuple[int, int], dtype: torch.
         for x in (normal, rare, patterns, normal[:, : shape[1] // 2], normal.t()):
             for name in ("rowwise", "rowwise-e5m2(power_of_two=False)"):
                 recipe = parse_recipe(name)
-                how = x, recipe.scaling, "input", recipe.format_of("input")
+                how = x, recipe.scaling, "input", recipe.get_format("input")
                 fast, plain = quantization_sums(*how), quantization_sums_in_blocks(*how)
                 for sums, want in vars(plain).items():
                     assert float(getattr(fast, sums)) == pytest.approx(float(want), rel=1e-12, abs=0), (name, sums)

@@ -65,17 +65,17 @@ class TestCurrentScaling:
     def test_equals_the_transcription(self, amax: float, limit: float, epsilon: float, power_of_two: bool) -> None:
         rule = CurrentScaling(epsilon, power_of_two)
         want = current_scale(amax, limit, epsilon, power_of_two)
-        assert rule.scale(torch.tensor(amax), limit).item() == want
-        assert rule.scale(torch.tensor([amax]), torch.tensor([limit])).item() == want
+        assert rule.compute_scale(torch.tensor(amax), limit).item() == want
+        assert rule.compute_scale(torch.tensor([amax]), torch.tensor([limit])).item() == want
 
     @pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan")])
     def test_is_one_where_there_is_nothing_to_scale_by(self, amax: float) -> None:
-        assert CurrentScaling().scale(torch.tensor(amax), 448.0).item() == 1
+        assert CurrentScaling().compute_scale(torch.tensor(amax), 448.0).item() == 1
 
     def test_stays_finite_for_the_smallest_amax(self) -> None:
         smallest = torch.tensor(2.0**-149)
-        assert CurrentScaling().scale(smallest, 448.0).item() == FLT_MAX
-        assert CurrentScaling(power_of_two=True).scale(smallest, 448.0).item() == 2.0**127
+        assert CurrentScaling().compute_scale(smallest, 448.0).item() == FLT_MAX
+        assert CurrentScaling(power_of_two=True).compute_scale(smallest, 448.0).item() == 2.0**127
 
 
 @st.composite
@@ -98,7 +98,7 @@ class TestDelayedScaling:
         operands = [DelayedOperand(rule, limit) for limit in limits]
         history, scale = torch.zeros(rule.amax_history_len, len(limits)), torch.ones(len(limits))
         for amaxes in steps:
-            history, scale = rule.update(history, scale, torch.tensor(amaxes), torch.tensor(limits))
+            history, scale = rule.update_history_and_scale(history, scale, torch.tensor(amaxes), torch.tensor(limits))
             for operand, amax in zip(operands, amaxes, strict=True):
                 operand.end_step(amax)
             assert scale.tolist() == [operand.scale for operand in operands]
@@ -109,20 +109,24 @@ class TestDelayedScaling:
         history, scale = torch.zeros(2, 1), torch.ones(1)
         scales = []
         for amax in (7.0, 448.0, 7.0, 7.0):
-            history, scale = rule.update(history, scale, torch.tensor([amax]), limit)
+            history, scale = rule.update_history_and_scale(history, scale, torch.tensor([amax]), limit)
             scales.append(scale.item())
         assert scales == [64, 1, 1, 64]
 
     def test_an_operand_that_was_not_cast_keeps_history_and_scale(self) -> None:
         history, scale = torch.tensor([[7.0, 7.0]]), torch.tensor([5.0, 5.0])  # as of a run with another margin
         rule = DelayedScaling(amax_history_len=1)
-        history, scale = rule.update(history, scale, torch.tensor([0.0, 14.0]), torch.tensor([448.0, 448.0]))
+        history, scale = rule.update_history_and_scale(
+            history, scale, torch.tensor([0.0, 14.0]), torch.tensor([448.0, 448.0])
+        )
         assert history.tolist() == [[7, 14]]
         assert scale.tolist() == [5, 32]
 
     def test_leaves_what_it_is_given_unchanged(self) -> None:
         history, scale = torch.zeros(3, 2), torch.ones(2)
-        DelayedScaling(amax_history_len=3).update(history, scale, torch.tensor([2.0, 0.0]), torch.tensor([448.0, 448.0]))
+        DelayedScaling(amax_history_len=3).update_history_and_scale(
+            history, scale, torch.tensor([2.0, 0.0]), torch.tensor([448.0, 448.0])
+        )
         assert not history.any()
         assert torch.equal(scale, torch.ones(2))
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from nemo_fp8_debug.record import merging
-from nemo_fp8_debug.record.merging import compact
+from nemo_fp8_debug.record.merging import compact_record
 
 CALLS = ("open", "os.rename", "os.remove", "os.mkdir", "os.listdir", "os.scandir")
 
@@ -41,7 +41,7 @@ def compacted(run: str, *, killed_at: int = 0, counted: Path | None = None) -> i
                     signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 1e-3))
 
         sys.addaudithook(heard)
-        compact(run, killed=True)
+        compact_record(run, killed=True)
         if counted:
             counted.write_text(str(calls))
         os._exit(0)

@@ -28,7 +28,7 @@ from torch import nn
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.monitor import recorder_queue
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 STEPS = 30
 #: before these steps; before `STEPS` is before the record is closed
@@ -71,16 +71,20 @@ def outcome(run: Path | str, before: dict[int, Callable[[], None]]) -> dict[str,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses, weights = train(run, before)
-    storage = find_run(run)
+    storage = find_record(run)
     dumped = {step for _, step, _, name in dumped_files(storage) if read_dump(storage, name)}
     return {
         "undisturbed": (losses, weights) == train(None),
         "warnings": [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)],
-        **{table: read_table(storage, table)["step"].unique().to_list() for table in ("metrics", "histograms", "steps")},
+        **{
+            table: read_table_rows(storage, table)["step"].unique().to_list() for table in ("metrics", "histograms", "steps")
+        },
         "dumps": sorted(dumped),
         "events": losses_in_tensorboard(str(storage)),
-        "status": json.loads(storage.read("status.json")) if "status.json" in storage.names() else None,
-        "leftovers": [name for folder in ("", "metrics", "histograms") for name in storage.names(folder) if ".part" in name],
+        "status": json.loads(storage.read_file("status.json")) if "status.json" in storage.list_names() else None,
+        "leftovers": [
+            name for folder in ("", "metrics", "histograms") for name in storage.list_names(folder) if ".part" in name
+        ],
     }
 
 

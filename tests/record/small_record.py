@@ -8,7 +8,7 @@ import torch
 from samples import FINGERPRINT, measured_sample
 
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 
 def measured(step: int) -> Sample:
@@ -23,7 +23,7 @@ def measured(step: int) -> Sample:
     )
 
 
-def start(folder: Path) -> RunRecord:
-    record = RunRecord(folder)
+def start(folder: Path) -> RunRecordWriter:
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT)
     return record

@@ -23,15 +23,15 @@ from small_record import measured, start
 from typer.testing import CliRunner
 
 from nemo_fp8_debug import ConfigError, Monitor, RecordError, replay
-from nemo_fp8_debug.analysis.replay.replay import add_to_record
+from nemo_fp8_debug.analysis.replay.replay import write_replayed_rows
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.record import merging
-from nemo_fp8_debug.record.merging import compact
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.merging import compact_record
+from nemo_fp8_debug.record.reader import read_table_rows
 from nemo_fp8_debug.record.schema import SCHEMAS
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.storage import FolderStorage
 
 SCRIPT = Path(__file__).with_name("killed_compaction.py")
 STEPS = 12
@@ -49,7 +49,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
         record.record_validation(last - 1, {"valid": 1.0 + first})
         record.close()
     for recipe in ("current-e4m3", "current-e5m2"):
-        add_to_record(run, replay(run, recipe))
+        write_replayed_rows(run, replay(run, recipe))
     return run
 
 
@@ -61,7 +61,7 @@ def resumed(made_once: Path, tmp_path: Path) -> Path:
 
 def tables(run: Path) -> dict[str, pl.DataFrame]:
     keys = ["step", "layer", "role", "recipe"]
-    found = {table: read_table(run, table) for table in SCHEMAS}
+    found = {table: read_table_rows(run, table) for table in SCHEMAS}
     return {**found, "replayed": found["replayed"].sort(keys)}
 
 
@@ -84,15 +84,15 @@ class TestMerged:
     def test_every_row_stays_in_one_file_a_table_and_attempt(self, resumed: Path) -> None:
         before = tables(resumed)
         assert len(parts(resumed, "metrics")) == 1 + 4  # the second start had merged what the first one left
-        rows = {table: size.rows for table, size in compact(resumed, killed=True).before.items()}
+        rows = {table: size.rows for table, size in compact_record(resumed, killed=True).before.items()}
         assert same(tables(resumed), before)
         for table in rows:
             assert len(parts(resumed, table)) == 2, table
-        again = compact(resumed, killed=True)
+        again = compact_record(resumed, killed=True)
         assert again.before == again.after and {t: s.rows for t, s in again.after.items()} == rows
 
     def test_a_step_is_still_read_alone(self, resumed: Path) -> None:
-        compact(resumed, killed=True)
+        compact_record(resumed, killed=True)
         (part, _) = parts(resumed, "histograms")
         assert pl.read_parquet(part)["step"].is_sorted()
         assert pl.scan_parquet(part).collect().height == 3 * STEPS
@@ -101,7 +101,7 @@ class TestMerged:
     def test_parts_have_no_more_bytes_than_they_may(self, resumed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before = tables(resumed)
         monkeypatch.setattr(merging, "LARGEST", 3 * parts(resumed, "histograms")[-1].stat().st_size)
-        compact(resumed, killed=True)
+        compact_record(resumed, killed=True)
         assert len(parts(resumed, "histograms")) > 2 and same(tables(resumed), before)
 
     def test_a_damaged_part_stays_where_it_is(self, resumed: Path) -> None:
@@ -109,16 +109,16 @@ class TestMerged:
         content = bytearray(damaged.read_bytes())
         content[100] ^= 1
         damaged.write_bytes(content)
-        done = compact(resumed, killed=True)
+        done = compact_record(resumed, killed=True)
         assert done.left == [f"metrics/{damaged.name}"] and damaged.read_bytes() == content
         assert len(parts(resumed, "metrics")) == 3
 
     def test_what_a_killed_merge_left_is_taken_once(self, resumed: Path) -> None:
         before, small = tables(resumed), {p: p.read_bytes() for t in SCHEMAS for p in (resumed / t).glob("*.parquet")}
-        compact(resumed, killed=True)
+        compact_record(resumed, killed=True)
         for path, content in small.items():
             path.write_bytes(content)
-        compact(resumed, killed=True)
+        compact_record(resumed, killed=True)
         assert same(tables(resumed), before)
         assert len(pl.read_parquet(parts(resumed, "metrics"))) == 3 * (STEPS + 4)
 
@@ -132,7 +132,7 @@ class TestMerged:
         assert any(len(parts(copy, "metrics")) - 2 > 0 for copy in copies)
         for copy in copies:
             assert same(tables(copy), before)
-            compact(copy, killed=True)
+            compact_record(copy, killed=True)
             assert same(tables(copy), before) and len(parts(copy, "metrics")) == 2
 
     def test_what_a_damaged_part_has_too_stays_in_another(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +151,10 @@ class TestMerged:
         content[losses.data_page_offset + losses.total_compressed_size // 2] ^= 1
         wide.write_bytes(content)
         with pytest.warns(FP8DebugWarning, match="is left out"):
-            before = read_table(tmp_path, "steps")
-        compact(tmp_path, killed=True)
+            before = read_table_rows(tmp_path, "steps")
+        compact_record(tmp_path, killed=True)
         with pytest.warns(FP8DebugWarning, match="is left out"):
-            assert read_table(tmp_path, "steps").equals(before) and len(before) == 5000
+            assert read_table_rows(tmp_path, "steps").equals(before) and len(before) == 5000
 
 
 def monitored(run: Path, sample: bool) -> Monitor:
@@ -173,26 +173,26 @@ class TestRefused:
         monitor = monitored(tmp_path / "run", sample=True)
         files = sorted(tmp_path.rglob("*.parquet"))
         with pytest.raises(RecordError, match=r"goes on, according to its status\.json.*--killed"):
-            compact(tmp_path / "run")
+            compact_record(tmp_path / "run")
         assert sorted(tmp_path.rglob("*.parquet")) == files
         monitor.close()
-        assert compact(tmp_path / "run").before["metrics"].rows == 3
+        assert compact_record(tmp_path / "run").before["metrics"].rows == 3
 
     def test_once_the_run_goes_on_again(self, tmp_path: Path) -> None:
         monitored(tmp_path / "run", sample=True).close()
         resumed = monitored(tmp_path / "run", sample=False)
         with pytest.raises(RecordError, match="goes on"):
-            compact(tmp_path / "run")
+            compact_record(tmp_path / "run")
         resumed.close()
-        assert compact(tmp_path / "run").before["metrics"].rows == 3
+        assert compact_record(tmp_path / "run").before["metrics"].rows == 3
 
     def test_a_place_that_cannot_be_written(self, resumed: Path) -> None:
         Full.is_full = False
         merging.copy_record(resumed, "full://run")
         Full.is_full = True
         with pytest.raises(RecordError, match=r"/metrics/.*cannot be written: No space left on device; nothing was lost"):
-            compact("full://run", killed=True)
-        assert len(Storage("full://run").names("metrics")) == 5
+            compact_record("full://run", killed=True)
+        assert len(FolderStorage("full://run").list_names("metrics")) == 5
 
 
 class Full(MemoryFileSystem):
@@ -219,21 +219,21 @@ class TestThinned:
             record.record(measured(step))
         record.record_steps({30: {"loss": 1.0, "trigger": "loss spike"}})
         record.close()
-        metrics = read_table(tmp_path, "metrics")
-        expected = read_table(tmp_path, "histograms").filter(pl.col("step").is_in([0, 30, 50, 90]))
-        compact(tmp_path, histograms_every=50, killed=True)
-        assert read_table(tmp_path, "histograms").equals(expected, null_equal=True)
-        assert read_table(tmp_path, "metrics").equals(metrics, null_equal=True)
-        compact(tmp_path, histograms_every=1000, killed=True)
-        assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [0, 30, 90]
+        metrics = read_table_rows(tmp_path, "metrics")
+        expected = read_table_rows(tmp_path, "histograms").filter(pl.col("step").is_in([0, 30, 50, 90]))
+        compact_record(tmp_path, histograms_every=50, killed=True)
+        assert read_table_rows(tmp_path, "histograms").equals(expected, null_equal=True)
+        assert read_table_rows(tmp_path, "metrics").equals(metrics, null_equal=True)
+        compact_record(tmp_path, histograms_every=1000, killed=True)
+        assert read_table_rows(tmp_path, "histograms")["step"].unique().to_list() == [0, 30, 90]
 
     def test_samples_with_nan_keep_their_histograms(self, tmp_path: Path) -> None:
         record = start(tmp_path)
         for step in range(4):
-            columns = dict(measured(step).columns) | ({"nan": [1, 0, 0]} if step == 2 else {})
-            record.record(Sample(step, {"metrics": columns, "histograms": measured(step).table("histograms")}, {}))
-        compact(tmp_path, histograms_every=10, killed=True)
-        assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [0, 2, 3]
+            columns = dict(measured(step).operand_columns) | ({"nan": [1, 0, 0]} if step == 2 else {})
+            record.record(Sample(step, {"metrics": columns, "histograms": measured(step).get_table("histograms")}, {}))
+        compact_record(tmp_path, histograms_every=10, killed=True)
+        assert read_table_rows(tmp_path, "histograms")["step"].unique().to_list() == [0, 2, 3]
 
     @pytest.mark.parametrize("seed", range(4))
     def test_killed_before_old_parts_are_removed(self, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,19 +242,19 @@ class TestThinned:
         for step in range(6):
             record.record(measured(100 * seed + step))
         record.close()
-        compact(tmp_path, killed=True)
-        expected = read_table(tmp_path, "histograms")
+        compact_record(tmp_path, killed=True)
+        expected = read_table_rows(tmp_path, "histograms")
         with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-            killed.setattr(Storage, "remove", Mock(side_effect=KeyboardInterrupt))
-            compact(tmp_path, histograms_every=1000, killed=True)
+            killed.setattr(FolderStorage, "delete_file", Mock(side_effect=KeyboardInterrupt))
+            compact_record(tmp_path, histograms_every=1000, killed=True)
         assert len(parts(tmp_path, "histograms")) == 2
-        compact(tmp_path, histograms_every=1000, killed=True)
+        compact_record(tmp_path, histograms_every=1000, killed=True)
         kept = expected.filter(pl.col("step").is_in([100 * seed, 100 * seed + 5]))
-        assert read_table(tmp_path, "histograms").equals(kept, null_equal=True)
+        assert read_table_rows(tmp_path, "histograms").equals(kept, null_equal=True)
 
     def test_an_interval_below_one(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="histograms_every is 0; it must be a whole number"):
-            compact(tmp_path, histograms_every=0)
+            compact_record(tmp_path, histograms_every=0)
 
 
 class TestCommand:

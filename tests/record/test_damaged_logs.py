@@ -15,7 +15,7 @@ from tool_logs import LOGS, SECOND_MONITOR, TE_EVENTS, TE_TEXT, line, table, tex
 
 from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
 from nemo_fp8_debug.record.imports import import_logs
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 
 def warned(source: Path, output: Path) -> list[str]:
@@ -31,7 +31,7 @@ class TestDamagedLogs:
         lines = TE_TEXT.read_text().count("\n")
         (warning,) = warned(log, tmp_path / "run")
         assert f"{log}, line {lines}: the line is cut off" in warning
-        assert len(read_table(tmp_path / "run", "metrics")) == 36
+        assert len(read_table_rows(tmp_path / "run", "metrics")) == 36
 
     def test_foreign_lines_and_bytes(self, tmp_path: Path) -> None:
         log = tmp_path / "nvdlfw_inspect_globalrank-0.log"
@@ -42,7 +42,7 @@ class TestDamagedLogs:
         log.write_bytes(b"".join(content))
         (warning,) = warned(log, tmp_path / "run")
         assert f"{log}, line 4, and 2 more lines: it is not a statistic; left out" in warning
-        assert len(read_table(tmp_path / "run", "metrics")) == 36
+        assert len(read_table_rows(tmp_path / "run", "metrics")) == 36
 
     @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
     def test_values_that_are_no_numbers_are_absent(self, tmp_path: Path, value: str) -> None:
@@ -55,7 +55,7 @@ class TestDamagedLogs:
         events.write_bytes(TE_EVENTS.read_bytes()[: TE_EVENTS.stat().st_size // 2])
         (warning,) = warned(events, tmp_path / "run")
         assert f"{events} is damaged or cut off before byte" in warning
-        assert 0 < len(read_table(tmp_path / "run", "metrics")) < 36
+        assert 0 < len(read_table_rows(tmp_path / "run", "metrics")) < 36
 
     @pytest.mark.parametrize(
         ("row", "reason"),
@@ -75,7 +75,7 @@ class TestDamagedLogs:
         header, good = "vpp_stage,step,module_name,scope,min,max,nans", "-1,1,fc.input.0,forward,-2.0,1.0,0.0"
         path.write_text("\n".join([header, row, good, ""]))
         messages = warned(tmp_path, tmp_path / "run")
-        assert read_table(tmp_path / "run", "metrics")["step"].to_list() == [1]
+        assert read_table_rows(tmp_path / "run", "metrics")["step"].to_list() == [1]
         if reason:
             (message,) = messages
             assert f"{path}, line 2: " in message
@@ -108,7 +108,7 @@ class TestDamagedLogs:
             except RecordError as error:
                 assert str(folder) in str(error)
             else:
-                rows = read_table(folder / "run", "metrics")
+                rows = read_table_rows(folder / "run", "metrics")
                 assert len(rows) > 0
                 assert all(v is None or math.isfinite(v) for metric in ("amax", "mse", "scale") for v in rows[metric])
 

@@ -18,7 +18,7 @@ from small_record import measured, start
 
 from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
 from nemo_fp8_debug.record import merging, parquet, writer
-from nemo_fp8_debug.record.reader import read_fingerprint, read_table
+from nemo_fp8_debug.record.reader import read_fingerprint, read_table_rows
 from nemo_fp8_debug.record.schema import SCHEMAS, VERSION, Part
 
 
@@ -30,7 +30,7 @@ def a_part(run: Path, table: str = "metrics") -> Path:
 READ_WITH_EACH_BYTE_FLIPPED = """
 import pathlib, sys, warnings
 from nemo_fp8_debug.errors import FP8DebugWarning
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 part = pathlib.Path(sys.argv[1])
 content = part.read_bytes()
@@ -38,7 +38,7 @@ warnings.simplefilter("always")
 for place in map(int, sys.argv[2:]):
     part.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
     with warnings.catch_warnings(record=True) as seen:
-        read_table(part.parent.parent, "metrics")
+        read_table_rows(part.parent.parent, "metrics")
     if not any(str(part) in str(warning.message) for warning in seen):
         print(place, end=" ", flush=True)
 """
@@ -57,13 +57,13 @@ class TestDamaged:
     @pytest.mark.parametrize("damage", DAMAGE)
     @pytest.mark.parametrize("table", ["metrics", "steps", "histograms"])
     def test_a_damaged_part_is_named_and_all_else_is_read(self, run: Path, table: str, damage: str) -> None:
-        whole, part = read_table(run, table), a_part(run, table)
+        whole, part = read_table_rows(run, table), a_part(run, table)
         lost = pl.read_parquet(part)["step"].unique()
         part.write_bytes(DAMAGE[damage](part.read_bytes()))
         with pytest.warns(
             FP8DebugWarning, match=re.escape(f"{part} is left out, because it cannot be read as a part of {table}: ") + "."
         ):
-            left = read_table(run, table)
+            left = read_table_rows(run, table)
         assert left.equals(whole.filter(~pl.col("step").is_in(lost.implode())))
         assert not left.is_empty()
 
@@ -72,7 +72,7 @@ class TestDamaged:
         for part in parts:
             part.write_bytes(b"nothing")
         with pytest.warns(FP8DebugWarning) as told:
-            assert read_table(run, "metrics").is_empty()
+            assert read_table_rows(run, "metrics").is_empty()
         assert [f"{len(parts) - 1} other parts" in str(warning.message) for warning in told] == [True]
 
     @pytest.mark.parametrize("where", ["pages", "footer"])
@@ -96,33 +96,33 @@ class TestDamaged:
         ids=["other columns", "a column missing", "a metric as text", "steps as floats"],
     )
     def test_a_foreign_part_is_named(self, run: Path, foreign: pl.DataFrame) -> None:
-        before = read_table(run, "metrics")
+        before = read_table_rows(run, "metrics")
         part = run / "metrics" / "attempt-0-step-00000099-00000000.parquet"
         foreign.write_parquet(part)
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{part} is left out")):
-            assert read_table(run, "metrics").equals(before)
+            assert read_table_rows(run, "metrics").equals(before)
 
     def test_a_part_of_another_table_is_named(self, run: Path) -> None:
         part = a_part(run, "steps").rename(run / "metrics" / a_part(run, "steps").name)
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{part} is left out")):
-            assert len(read_table(run, "metrics")) == 9
+            assert len(read_table_rows(run, "metrics")) == 9
 
     def test_a_part_of_another_attempt_hides_no_row(self, run: Path) -> None:
-        before = read_table(run, "metrics")
+        before = read_table_rows(run, "metrics")
         part = a_part(run)
         copy = part.with_name(part.name.replace("attempt-0", "attempt-7"))
         copy.write_bytes(part.read_bytes())
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{copy} is left out") + ".*attempt"):
-            assert read_table(run, "metrics").equals(before)
+            assert read_table_rows(run, "metrics").equals(before)
 
     def test_a_number_that_no_attempt_can_have_is_none(self, run: Path) -> None:
-        before = read_table(run, "metrics")
+        before = read_table_rows(run, "metrics")
         (run / "attempt-99999999999.json").write_text("{}")
         part = a_part(run)
         copy = part.with_name(part.name.replace("attempt-0", "attempt-99999999999"))
         copy.write_bytes(part.read_bytes())
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{copy} is skipped")):
-            assert read_table(run, "metrics").equals(before)
+            assert read_table_rows(run, "metrics").equals(before)
         start(run)
         assert read_fingerprint(run)["attempt"] == 1
 
@@ -131,41 +131,41 @@ class TestDamaged:
         record = start(tmp_path)
         for step in range(2 * merging.MERGED):
             record.record(sample(step, [{"layer": "l"}]))
-        rows = read_table(tmp_path, "metrics")
-        writer.add_rows(record.storage, "metrics", rows[merging.MERGED // 2 : 3 * merging.MERGED // 2])
+        rows = read_table_rows(tmp_path, "metrics")
+        writer.add_rows_to_table(record.storage, "metrics", rows[merging.MERGED // 2 : 3 * merging.MERGED // 2])
         assert len(list((tmp_path / "metrics").iterdir())) == 3
-        assert read_table(tmp_path, "metrics").equals(rows)
+        assert read_table_rows(tmp_path, "metrics").equals(rows)
 
     def test_a_file_of_another_name_is_named(self, run: Path) -> None:
         (run / "metrics" / "notes.txt").write_text("mine")
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{run}/metrics/notes.txt is skipped")):
-            assert len(read_table(run, "metrics")) == 9
+            assert len(read_table_rows(run, "metrics")) == 9
 
     def test_a_part_left_unfinished_by_a_crash_is_ignored(self, run: Path) -> None:
         (run / "metrics" / "attempt-0-step-00000030.part").write_bytes(b"PAR1 and then nothing")
-        assert read_table(run, "metrics")["step"].max() == 20
+        assert read_table_rows(run, "metrics")["step"].max() == 20
 
     def test_a_record_of_version_2_is_read_and_gone_on_with(self, run: Path) -> None:
         """Its parts lack what has come since; here they are written again without that, as version 2 wrote them."""
         added = {"metrics": {"unscaled_amax", "unscaled_amin", "unscaled_mse"}, "steps": {"grad_scale"}}
-        before = {table: read_table(run, table) for table in added}
+        before = {table: read_table_rows(run, table) for table in added}
         for table, names in added.items():
             for path in sorted((run / table).glob("*.parquet")):
-                content, checksum = parquet.encode(pq.read_table(path).drop_columns(sorted(names)))
+                content, checksum = parquet.encode_parquet(pq.read_table(path).drop_columns(sorted(names)))
                 part = Part.parse_part_name(path.parent.name, path.name)
                 assert part and not part.merged
                 path.unlink()
-                (run / Part.from_steps(table, part.attempt, part.first, None, checksum).path).write_bytes(content)
+                (run / Part.make_part_name(table, part.attempt, part.first, None, checksum).path).write_bytes(content)
         path = run / "attempt-0.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2}))
         assert read_fingerprint(run)["schema_version"] == 2
         for table in added:
-            assert read_table(run, table).equals(before[table])
+            assert read_table_rows(run, table).equals(before[table])
         resumed = start(run)
         resumed.record(measured(30))  # merges what the first attempt left
         resumed.close()
         assert len(list((run / "metrics").glob("attempt-0-steps-*.parquet"))) == 1
-        metrics = read_table(run, "metrics")
+        metrics = read_table_rows(run, "metrics")
         assert metrics.filter(pl.col("step") < 30).equals(before["metrics"]) and metrics["step"].max() == 30
 
     @pytest.mark.parametrize("version", [None, 0, VERSION + 1, "1"])
@@ -209,8 +209,8 @@ class TestUnwritable:
         away.rename(run)
         record.record(measured(60))
         for table in ("metrics", "histograms"):
-            assert read_table(run, table)["step"].unique().to_list() == [0, 10, 20, 30, 40, 50, 60]
-        assert {30, 40, 50} <= set(read_table(run, "steps")["step"])
+            assert read_table_rows(run, table)["step"].unique().to_list() == [0, 10, 20, 30, 40, 50, 60]
+        assert {30, 40, 50} <= set(read_table_rows(run, "steps")["step"])
 
     def test_what_does_not_fit_into_the_backlog_is_counted(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(writer, "BACKLOG", 40_000)
@@ -225,7 +225,7 @@ class TestUnwritable:
         with pytest.warns(FP8DebugWarning, match=r"(\d+) parts of the record were lost") as caught:
             record.close()
         tables = ("metrics", "histograms")
-        metrics, histograms = (read_table(run, table, where={"attempt": 1})["step"].n_unique() for table in tables)
+        metrics, histograms = (read_table_rows(run, table, where={"attempt": 1})["step"].n_unique() for table in tables)
         lost = int(re.search(r"(\d+) parts", str(caught[0].message))[1])
         assert (metrics + histograms + lost, lost > 0) == (60, True)
         assert metrics >= histograms  # histograms go first
@@ -242,4 +242,4 @@ class TestUnwritable:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert not list(run.rglob("*.part"))  # what was begun is removed: a full disk needs the space
         record.close()
-        assert 30 in read_table(run, "metrics")["step"] and 30 in read_table(run, "histograms")["step"]
+        assert 30 in read_table_rows(run, "metrics")["step"] and 30 in read_table_rows(run, "histograms")["step"]

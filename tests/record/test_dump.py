@@ -29,27 +29,27 @@ from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 from nemo_fp8_debug.record import dump
-from nemo_fp8_debug.record.dump import DumpEntry, TensorDump, dumped_files, read_dump
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.dump import DumpedTensorInfo, TensorDumper, dumped_files, read_dump
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.storage import FolderStorage
 
 NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
-def about(layer: str = "layers.0", role: str = "input", call: int = 0, fmt: Any = E4M3) -> DumpEntry:
-    return DumpEntry(0, 7, 3, layer, role, call, "delayed-hybrid", fmt, "engine")
+def about(layer: str = "layers.0", role: str = "input", call: int = 0, fmt: Any = E4M3) -> DumpedTensorInfo:
+    return DumpedTensorInfo(0, 7, 3, layer, role, call, "delayed-hybrid", fmt, "engine")
 
 
 def at_once(job: Callable[[], None]) -> None:
     job()
 
 
-def writer(folder: Path, max_bytes: int = 1 << 30, min_free_bytes: int = 0, submit: Any = at_once) -> TensorDump:
-    return TensorDump(Storage(folder), 3, max_bytes, min_free_bytes, submit)
+def writer(folder: Path, max_bytes: int = 1 << 30, min_free_bytes: int = 0, submit: Any = at_once) -> TensorDumper:
+    return TensorDumper(FolderStorage(folder), 3, max_bytes, min_free_bytes, submit)
 
 
 def the_file(folder: Path) -> Path:
-    (name,) = (name for _, _, _, name in dumped_files(Storage(folder)))
+    (name,) = (name for _, _, _, name in dumped_files(FolderStorage(folder)))
     return folder / name
 
 
@@ -60,8 +60,8 @@ class TestContent:
         x = (torch.randn(33, 17, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
         x[0, :4] = torch.tensor([1e4, -1e4, 0.0, 1e-6]).to(dtype)
         scale = torch.tensor(37.5)
-        writer(tmp_path).add(about(fmt=fmt), x, scale)
-        found, tensors = read_dump(Storage(tmp_path), str(the_file(tmp_path).relative_to(tmp_path)))
+        writer(tmp_path).dump_tensor(about(fmt=fmt), x, scale)
+        found, tensors = read_dump(FolderStorage(tmp_path), str(the_file(tmp_path).relative_to(tmp_path)))
         assert found == about(fmt=fmt)
         assert torch.equal(tensors["value"], x) and tensors["value"].dtype == dtype
         assert tensors["scale"].item() == 37.5
@@ -71,15 +71,15 @@ class TestContent:
 
     def test_a_rule_finds_the_scale_of_each_tensor(self, tmp_path: Path) -> None:
         x = torch.randn(8, 8).bfloat16()
-        writer(tmp_path).add(about(), x, CurrentScaling())
-        _, tensors = read_dump(Storage(tmp_path), str(the_file(tmp_path).relative_to(tmp_path)))
+        writer(tmp_path).dump_tensor(about(), x, CurrentScaling())
+        _, tensors = read_dump(FolderStorage(tmp_path), str(the_file(tmp_path).relative_to(tmp_path)))
         assert tensors["scale"].item() == (torch.tensor(448.0) / x.abs().max().float()).item()
 
     def test_the_values_are_those_of_the_call_though_they_change_later(self, tmp_path: Path) -> None:
         jobs: list[Callable[[], None]] = []
         x = torch.randn(16, 16).bfloat16()
         kept = x.clone()
-        writer(tmp_path, submit=jobs.append).add(about(), x, torch.tensor(1.0))
+        writer(tmp_path, submit=jobs.append).dump_tensor(about(), x, torch.tensor(1.0))
         x.zero_()
         jobs[0]()
         assert torch.equal(safetensors.torch.load_file(the_file(tmp_path))["value"], kept)
@@ -88,8 +88,8 @@ class TestContent:
         "x", [torch.randn(6, 4).t(), torch.randn(4, 1).expand(4, 5), torch.randn(3)[1], torch.zeros(0, 4)]
     )
     def test_strides_and_odd_shapes(self, tmp_path: Path, x: torch.Tensor) -> None:
-        writer(tmp_path).add(about(), x.bfloat16(), torch.tensor(1.0))
-        _, tensors = read_dump(Storage(tmp_path), str(the_file(tmp_path).relative_to(tmp_path)))
+        writer(tmp_path).dump_tensor(about(), x.bfloat16(), torch.tensor(1.0))
+        _, tensors = read_dump(FolderStorage(tmp_path), str(the_file(tmp_path).relative_to(tmp_path)))
         assert torch.equal(tensors["value"], x.bfloat16()) and tensors["codes"].shape == x.shape
 
     @pytest.mark.parametrize(
@@ -97,32 +97,32 @@ class TestContent:
     )
     def test_no_name_leads_out_of_the_folder(self, tmp_path: Path, layer: str) -> None:
         (tmp_path / "run").mkdir()
-        writer(tmp_path / "run").add(about(layer), torch.ones(2).bfloat16(), torch.tensor(1.0))
+        writer(tmp_path / "run").dump_tensor(about(layer), torch.ones(2).bfloat16(), torch.tensor(1.0))
         path = the_file(tmp_path / "run")
         assert path.parent == tmp_path / "run" / "tensors" / "attempt-0-step-00000007"
         assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
-        assert read_dump(Storage(tmp_path / "run"), str(path.relative_to(tmp_path / "run")))[0].layer == layer
+        assert read_dump(FolderStorage(tmp_path / "run"), str(path.relative_to(tmp_path / "run")))[0].layer == layer
 
 
 class TestBounds:
     def test_the_budget(self, tmp_path: Path) -> None:
         out = writer(tmp_path, max_bytes=3 * 64 * 3)
         for call in range(5):
-            out.add(about(call=call), torch.ones(64).bfloat16(), torch.tensor(1.0))
-        assert len(list(dumped_files(Storage(tmp_path)))) == 3
+            out.dump_tensor(about(call=call), torch.ones(64).bfloat16(), torch.tensor(1.0))
+        assert len(list(dumped_files(FolderStorage(tmp_path)))) == 3
         assert out.progress()["left_out"] == {"the dump's budget of 5.36e−7 GiB is used up": 2}
 
     def test_the_budget_counts_what_earlier_starts_of_the_run_wrote(self, tmp_path: Path) -> None:
-        writer(tmp_path).add(about(), torch.ones(1000).bfloat16(), torch.tensor(1.0))
+        writer(tmp_path).dump_tensor(about(), torch.ones(1000).bfloat16(), torch.tensor(1.0))
         again = writer(tmp_path, max_bytes=3000)
-        again.add(about(call=1), torch.ones(1000).bfloat16(), torch.tensor(1.0))
-        assert len(list(dumped_files(Storage(tmp_path)))) == 1
+        again.dump_tensor(about(call=1), torch.ones(1000).bfloat16(), torch.tensor(1.0))
+        assert len(list(dumped_files(FolderStorage(tmp_path)))) == 1
 
     def test_the_disk_keeps_its_free_bytes(self, tmp_path: Path) -> None:
         free = shutil.disk_usage(tmp_path).free
         out = writer(tmp_path, min_free_bytes=2 * free)
-        out.add(about(), torch.ones(64).bfloat16(), torch.tensor(1.0))
-        assert not list(dumped_files(Storage(tmp_path)))
+        out.dump_tensor(about(), torch.ones(64).bfloat16(), torch.tensor(1.0))
+        assert not list(dumped_files(FolderStorage(tmp_path)))
         (why,) = out.progress()["left_out"]
         assert why.startswith("the disk would be left with less than")
 
@@ -131,8 +131,10 @@ class TestBounds:
         monkeypatch.setattr(dump, "PATIENCE", GUARD)
         jobs: list[Callable[[], None]] = []
         out = writer(tmp_path, submit=jobs.append)
-        out.add(about(call=0), torch.ones(300).bfloat16(), torch.tensor(1.0))
-        waiting = threading.Thread(target=out.add, args=(about(call=1), torch.ones(300).bfloat16(), torch.tensor(1.0)))
+        out.dump_tensor(about(call=0), torch.ones(300).bfloat16(), torch.tensor(1.0))
+        waiting = threading.Thread(
+            target=out.dump_tensor, args=(about(call=1), torch.ones(300).bfloat16(), torch.tensor(1.0))
+        )
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive() and len(jobs) == 1
@@ -145,13 +147,13 @@ class TestBounds:
         monkeypatch.setattr(dump, "PATIENCE", 0.1)
         out = writer(tmp_path, submit=lambda job: None)
         for call in range(2):
-            out.add(about(call=call), torch.ones(300).bfloat16(), torch.tensor(1.0))
+            out.dump_tensor(about(call=call), torch.ones(300).bfloat16(), torch.tensor(1.0))
         assert sum(out.left_out.values()) == 1 and "still waiting to be written" in next(iter(out.left_out))
 
     def test_a_place_that_cannot_be_written_costs_tensors_and_not_the_run(self, tmp_path: Path) -> None:
         (tmp_path / "tensors").write_text("in the way")
         out = writer(tmp_path)
-        out.add(about(), torch.ones(4).bfloat16(), torch.tensor(1.0))
+        out.dump_tensor(about(), torch.ones(4).bfloat16(), torch.tensor(1.0))
         assert sum(out.progress()["left_out"].values()) == 1
         assert out.progress()["bytes_waiting"] == 0
 
@@ -197,7 +199,7 @@ class TestHostile:
     def test_a_crafted_file_runs_no_code_and_is_refused(self, tmp_path: Path, kind: str) -> None:
         name = HOSTILE[kind](tmp_path)
         with pytest.raises(ValueError, match="not a dump of a tensor"):
-            read_dump(Storage(tmp_path), name)
+            read_dump(FolderStorage(tmp_path), name)
 
     @settings(max_examples=40)
     @given(st.data())
@@ -208,7 +210,7 @@ class TestHostile:
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
         (folder / name).write_bytes(bytes(content))
         with pytest.raises(ValueError, match="its name does not end in the checksum"):
-            read_dump(Storage(folder), name)
+            read_dump(FolderStorage(folder), name)
 
     def test_metadata_of_a_file_leads_to_no_other_place(self, tmp_path: Path) -> None:
         """Replaying adds rows about a layer of any name to the record, and writes nowhere else."""
@@ -239,7 +241,9 @@ def dumping(folder: Path, steps: int = 3, **options: Any) -> Path:
 class TestInARun:
     def test_every_operand_of_every_micro_batch_is_there(self, tmp_path: Path) -> None:
         run = dumping(tmp_path)
-        found = sorted(read_dump(Storage(run), name)[0].metadata().items() for *_, name in dumped_files(Storage(run)))
+        found = sorted(
+            read_dump(FolderStorage(run), name)[0].metadata().items() for *_, name in dumped_files(FolderStorage(run))
+        )
         keys = {tuple(dict(m)[k] for k in ("step", "layer", "role", "call")) for m in found}
         expected = {
             (str(s), layer, role, c) for s in range(3) for layer in "02" for role in ("input", "grad_output") for c in "01"
@@ -249,7 +253,7 @@ class TestInARun:
 
     def test_chosen_layers_and_roles_only(self, tmp_path: Path) -> None:
         run = dumping(tmp_path, dump=["2"], roles=["grad_output"])
-        about = [read_dump(Storage(run), name)[0] for *_, name in dumped_files(Storage(run))]
+        about = [read_dump(FolderStorage(run), name)[0] for *_, name in dumped_files(FolderStorage(run))]
         assert {(a.layer, a.role) for a in about} == {("2", "grad_output")}
 
     def test_a_damaged_dump_is_named_and_the_rest_is_replayed(self, tmp_path: Path) -> None:
@@ -274,4 +278,4 @@ class TestInARun:
         """Metrics are the same whether tensors are dumped or not."""
         columns = ["step", "layer", "role", "mse", "cosine", "n"]
         plain, dumped = (dumping(tmp_path / name, dump=d) for name, d in (("plain", []), ("dumped", ["*"])))
-        assert read_table(plain, "metrics", columns).equals(read_table(dumped, "metrics", columns))
+        assert read_table_rows(plain, "metrics", columns).equals(read_table_rows(dumped, "metrics", columns))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import Config, ConfigError, Monitor
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 
 def record(run: Path, model: nn.Module, steps: range, nan_at: int | None = None, **options: Any) -> None:
@@ -25,10 +25,10 @@ def record(run: Path, model: nn.Module, steps: range, nan_at: int | None = None,
 
 def test_histograms_have_an_interval_and_what_has_nan_is_kept(tmp_path: Path) -> None:
     record(tmp_path, nn.Linear(32, 32), range(70), nan_at=50, interval=10, histogram_interval=30)
-    found = read_table(tmp_path, "histograms")
+    found = read_table_rows(tmp_path, "histograms")
     steps = {role[0]: rows["step"].to_list() for role, rows in found.group_by("role")}
     assert steps == {role: [0, 30, 50, 60] for role in ("input", "weight", "grad_output")}
-    assert len(read_table(tmp_path, "metrics")) == 3 * 7
+    assert len(read_table_rows(tmp_path, "metrics")) == 3 * 7
 
 
 @pytest.mark.parametrize("given", [0, "x", {"weight": 3}])

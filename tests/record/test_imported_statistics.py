@@ -10,7 +10,7 @@ from processes import run_script
 from tool_logs import line, table, text_log
 
 from nemo_fp8_debug.record.imports import import_logs
-from nemo_fp8_debug.record.reader import read_fingerprint, read_table
+from nemo_fp8_debug.record.reader import read_fingerprint, read_table_rows
 
 
 class TestWhatAStatisticIs:
@@ -23,7 +23,7 @@ class TestWhatAStatisticIs:
     def test_underflow_without_a_sign_of_the_release_is_left_out(self, tmp_path: Path) -> None:
         log = text_log(tmp_path / "logs", line(f"{self.X}_cur_amax", "2.0000"), line(f"{self.X}_underflows%", "3.0000"))
         found = import_logs(log, tmp_path / "run")
-        assert read_table(tmp_path / "run", "metrics")["underflow_pct"].to_list() == [None]
+        assert read_table_rows(tmp_path / "run", "metrics")["underflow_pct"].to_list() == [None]
         assert any("share of zeros in Transformer Engine 2.4 to 2.6" in what for what in found.left_out)
 
     @pytest.mark.parametrize("newer", ["mse", "overflows%", "scale_inv_min", "fp8_current_scaling_underflows%"])
@@ -49,7 +49,7 @@ class TestWhatAStatisticIs:
         names = ("mxfp8_mse", "fp8_block_scaling_mse", "cur_amax")
         row = self.row(tmp_path, *(line(f"{self.X}_{name}", "1.0000") for name in names))
         assert (row["recipe"], row["mse"], row["amax"]) == (None, None, 1)
-        assert set(read_table(tmp_path / "run", "what_if")["recipe"]) == {"mxfp8", "fp8_block_scaling"}
+        assert set(read_table_rows(tmp_path / "run", "what_if")["recipe"]) == {"mxfp8", "fp8_block_scaling"}
 
     @pytest.mark.parametrize(
         ("recipe", "low", "high", "scale"),
@@ -100,7 +100,7 @@ class TestWhatAStatisticIs:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = import_logs(source, tmp_path / "run")
-        layers = set(read_table(tmp_path / "run", "metrics")["layer"])
+        layers = set(read_table_rows(tmp_path / "run", "metrics")["layer"])
         assert "by_index.2.fc" in layers and "whole.0.fc" in layers and "whole.2.fc" in layers
         notes = [note.partition(" keep ")[0] for note in found.notes]
         assert read_fingerprint(tmp_path / "run")["imported"]["notes"] == found.notes
@@ -119,7 +119,7 @@ class TestWhatAStatisticIs:
             text_log(tmp_path / "logs", line(f"{self.X}_cur_amax", "1.0000"), line(name, "1.0000")), tmp_path / "run"
         )
         assert sum(found.left_out.values()) == 1
-        assert len(read_table(tmp_path / "run", "metrics")) == 1
+        assert len(read_table_rows(tmp_path / "run", "metrics")) == 1
 
     def test_a_step_that_is_logged_again_counts_as_it_was_logged_last(self, tmp_path: Path) -> None:
         log = text_log(tmp_path / "logs", *(line(f"{self.X}_cur_amax", value) for value in ("1.0000", "2.0000")))

@@ -21,9 +21,9 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
-from nemo_fp8_debug.numerics.metrics import compute_metrics, moments_of_float32, quantization_sums_of_float32
+from nemo_fp8_debug.numerics.metrics import compute_float32_moments, compute_metrics, quantization_sums_of_float32
 from nemo_fp8_debug.record.imports import import_logs
-from nemo_fp8_debug.record.reader import read_fingerprint, read_table
+from nemo_fp8_debug.record.reader import read_fingerprint, read_table_rows
 
 
 class TestTransformerEngine:
@@ -35,7 +35,7 @@ class TestTransformerEngine:
         return output
 
     def test_rows_are_operands_under_our_names(self, run: Path) -> None:
-        rows = read_table(run, "metrics")
+        rows = read_table_rows(run, "metrics")
         layers = {f"decoder.layers.{i}.mlp.linear_fc{j}" for i in (0, 1) for j in (1, 2)}
         expected = {(step, layer, role) for step in range(3) for layer in layers for role in ROLES.values()}
         assert set(rows.select("step", "layer", "role").iter_rows()) == expected
@@ -50,10 +50,12 @@ class TestTransformerEngine:
         x = load_file(TE / "operands_of_step_2.safetensors")[dumped].float()
         number, gemm, tensor = re.fullmatch(r"model_module_decoder_layers_(\d)_mlp_(linear_fc\d)_(\w+)", dumped).groups()
         where = {"step": 2, "layer": f"decoder.layers.{int(number) - 1}.mlp.{gemm}", "role": ROLES[tensor]}
-        (row,) = read_table(run, "metrics", where=where).iter_rows(named=True)
+        (row,) = read_table_rows(run, "metrics", where=where).iter_rows(named=True)
         scale = torch.tensor([row["scale"]], dtype=torch.float32)
         sums = quantization_sums_of_float32(x, scale[0], E5M2 if tensor == "gradient" else E4M3)
-        ours = {name: value.item() for name, value in compute_metrics(moments_of_float32(x), sums, scale, scale).items()}
+        ours = {
+            name: value.item() for name, value in compute_metrics(compute_float32_moments(x), sums, scale, scale).items()
+        }
         assert row["underflow_pct"] == pytest.approx(ours["underflow_pct"], rel=1e-6)
         assert row["overflow_pct"] == pytest.approx(ours["overflow_pct"], rel=1e-6)
         assert row["amax"] == ours["amax"]
@@ -62,19 +64,19 @@ class TestTransformerEngine:
         assert row["mse"] == pytest.approx(ours["mse"], rel=0.02)
 
     def test_the_logs_show_what_the_metrics_are_for(self, run: Path) -> None:
-        rows = read_table(run, "metrics")
+        rows = read_table_rows(run, "metrics")
         assert rows["underflow_pct"].max() > 0.5
         assert rows["overflow_pct"].max() > 0.1
 
     def test_a_recipe_that_was_tried_beside_the_one_in_use_is_what_if(self, run: Path) -> None:
-        rows = read_table(run, "what_if")
+        rows = read_table_rows(run, "what_if")
         assert set(rows["recipe"]) == {"fp8_current_scaling"}
         assert len(rows) == 36
         assert rows["mse"].null_count() == 0
         assert rows["amax"].null_count() == 36
 
     def test_losses_stand_at_the_step_of_their_batch(self, run: Path) -> None:
-        steps = read_table(run, "steps")
+        steps = read_table_rows(run, "steps")
         assert steps["step"].to_list() == [0, 1, 2]
         assert steps["loss"].null_count() == 0
         assert steps["time"].is_between(1.79e9, 1.80e9).all()
@@ -86,7 +88,7 @@ class TestTransformerEngine:
 
     def test_text_alone_has_what_four_decimals_tell(self, tmp_path: Path, run: Path) -> None:
         key = ["step", "layer", "role"]
-        both = table(TE_TEXT, tmp_path / "text").join(read_table(run, "metrics"), on=key, suffix="_exact")
+        both = table(TE_TEXT, tmp_path / "text").join(read_table_rows(run, "metrics"), on=key, suffix="_exact")
         assert len(both) == 36
         for metric, absolute in {
             "underflow_pct": True,
@@ -105,7 +107,7 @@ class TestTransformerEngine:
 
     def test_an_event_file_alone(self, tmp_path: Path, run: Path) -> None:
         metrics_ = table(TE_EVENTS, tmp_path / "events")
-        expected = read_table(run, "metrics")
+        expected = read_table_rows(run, "metrics")
         key = ["step", "layer", "role"]
         assert metrics_.sort(key).equals(expected.sort(key))
 
@@ -132,7 +134,7 @@ class TestTwoRanks:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = import_logs(folder, tmp_path / "run")
-        rows = read_table(tmp_path / "run", "metrics")
+        rows = read_table_rows(tmp_path / "run", "metrics")
         assert rows["step"].to_list() == list(nvdlfw_run.STEPS)
         assert set(rows.select("layer", "role").iter_rows()) == {("decoder.layers.2.mlp.linear_fc1", "input")}
         for step, amax in rows.select("step", "amax").iter_rows():
@@ -187,7 +189,7 @@ class TestMsProbe:
         for path in (logs / "rank_10").iterdir():
             path.write_text(path.read_text().replace("fc1", "other"))
         found = import_logs(logs, tmp_path / "run")
-        assert "other" not in set(read_table(tmp_path / "run", "metrics")["layer"])
+        assert "other" not in set(read_table_rows(tmp_path / "run", "metrics")["layer"])
         assert any("files of ranks above 2" in what for what in found.left_out)
 
     def test_a_run_that_was_started_again(self, tmp_path: Path) -> None:
@@ -197,10 +199,10 @@ class TestMsProbe:
             path = logs / name / "param_origin_0-1.csv"
             path.write_text(re.sub(r"^(0,fc1.weight,\d,)[^,]*,[^,]*", rf"\g<1>-{digit}.0,0.1", path.read_text(), flags=re.M))
         found = import_logs(logs, tmp_path / "run")
-        rows = read_table(tmp_path / "run", "metrics").filter(layer="fc1", role="weight", step=0)
+        rows = read_table_rows(tmp_path / "run", "metrics").filter(layer="fc1", role="weight", step=0)
         assert rows["amax"].to_list() == [9]
         assert any("written again" in what for what in found.left_out)
-        assert set(read_table(tmp_path / "run", "metrics").filter(role="input")["calls"]) == {2}
+        assert set(read_table_rows(tmp_path / "run", "metrics").filter(role="input")["calls"]) == {2}
 
     def test_nan_is_counted_and_its_amax_absent(self, tmp_path: Path) -> None:
         logs = tmp_path / "rank_0"
@@ -219,11 +221,11 @@ class TestMsProbe:
         path.write_text(spoiled)
         for name, source in (("bad", tmp_path / "logs"), ("good", SECOND_MONITOR)):
             import_logs(source, tmp_path / name)
-        assert count == 1 and set(read_table(tmp_path / "bad", "metrics")["inf"]) == {None}
+        assert count == 1 and set(read_table_rows(tmp_path / "bad", "metrics")["inf"]) == {None}
         for baseline in (None, tmp_path / "good"):
             found = diagnose(tmp_path / "bad", baseline)
             assert found.cause == "nonfinite" and found.culprit is not None
-            assert (found.culprit.operand, found.culprit.since) == ("dY of fc2", 1)
+            assert (found.culprit.tensor_name, found.culprit.since) == ("dY of fc2", 1)
             assert diagnose(tmp_path / "good", baseline).cause != "nonfinite"
 
     @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ class TestCommandLine:
     def test_importing_again_is_another_attempt(self, tmp_path: Path) -> None:
         for _ in range(2):
             assert self.run_cli(SECOND_MONITOR, tmp_path / "run")[0] == 0
-        assert set(read_table(tmp_path / "run", "metrics")["attempt"]) == {1}
+        assert set(read_table_rows(tmp_path / "run", "metrics")["attempt"]) == {1}
         assert read_fingerprint(tmp_path / "run")["imported"]["tool"] == "msprobe"
 
     def test_what_cannot_be_imported_is_one_line(self, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from samples import sample
 from torch import nn
 
 from nemo_fp8_debug import Config, ConfigError, FP8DebugWarning, Monitor
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.scalars import LayerMap, Overview
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.scalars import LayerMap, SampleSummarizer
 
 SAMPLED = [0, 5, 10, 15, 20]
 
@@ -42,7 +42,7 @@ def logged(folder: Path) -> dict[str, Any]:
 def expected(record: Path) -> dict[str, dict[int, float]]:
     """The scalars that docs/loggers.md lists, by name and step, from the record's tables."""
     found: dict[str, dict[int, float]] = {}
-    metrics = read_table(record, "metrics")
+    metrics = read_table_rows(record, "metrics")
     for (step, role), rows in metrics.group_by("step", "role"):
         for metric in ("underflow_pct", "overflow_pct", "relative_error", "scale_ratio_log2"):
             if values := rows[metric].drop_nulls().to_list():
@@ -51,7 +51,7 @@ def expected(record: Path) -> dict[str, dict[int, float]]:
     for name in ("nan", "inf"):
         counts = metrics.group_by("step").agg(pl.col(name).sum())
         found[f"fp8/{name}_count"] = dict(zip(counts["step"], counts[name], strict=True))
-    checked = read_table(record, "verification")
+    checked = read_table_rows(record, "verification")
     worst = checked.group_by("step").agg(pl.col("error_over_bound").max(), (pl.col("outcome") == "beyond").sum())
     found["fp8/verification/error_over_bound/worst"] = dict(zip(worst["step"], worst["error_over_bound"], strict=True))
     found["fp8/verification/wrong_products"] = dict(zip(worst["step"], worst["outcome"], strict=True))
@@ -59,7 +59,7 @@ def expected(record: Path) -> dict[str, dict[int, float]]:
 
 
 def expected_of_steps(record: Path) -> dict[str, dict[int, float]]:
-    steps = read_table(record, "steps")
+    steps = read_table_rows(record, "steps")
     return {f"fp8/{name}": dict(zip(steps["step"], steps[name], strict=True)) for name in ("loss", "lr")}
 
 
@@ -81,7 +81,7 @@ def assert_same(found: dict[str, dict[int, float]], want: dict[str, dict[int, fl
 
 def worst_tensors(record: Path) -> dict[str, str]:
     """Those of the last sampled step by relative error, by name."""
-    rows = read_table(record, "metrics").filter(pl.col("step") == SAMPLED[-1]).sort("relative_error")
+    rows = read_table_rows(record, "metrics").filter(pl.col("step") == SAMPLED[-1]).sort("relative_error")
     return {
         f"fp8/worst_tensor/relative_error/{role}": rows.filter(pl.col("role") == role)["layer"][-1]
         for role in ("input", "weight", "grad_output")
@@ -109,7 +109,7 @@ class TestRunsOfOurs:
         assert_same(by_name(found["history"]), expected(record) | early(record) | expected_of_steps(record))
         assert found["metrics"]["fp8/*"] == "fp8/step"
         assert found["summary"].items() >= worst_tensors(record).items()
-        assert found["summary"]["fp8/loss"] == pytest.approx(read_table(record, "steps")["loss"][-1], rel=1e-12)
+        assert found["summary"]["fp8/loss"] == pytest.approx(read_table_rows(record, "steps")["loss"][-1], rel=1e-12)
         assert found["config"]["fp8_debug"]["sampled"]["interval"] == 5
         tables = {row["fp8/step"]: row["fp8/layers/nrows"] for row in found["history"] if "fp8/layers/nrows" in row}
         assert tables == {0: 2, 20: 2}
@@ -139,7 +139,7 @@ def early(record: Path) -> dict[str, dict[int, float]]:
     """The early warning's score: nothing of these runs, whose operands have no scale that is off and lose nothing."""
     limits = {"input": (8.0, 3.0, 3.0), "weight": (4.0, 2.0, 3.0), "grad_output": (25.0, 3.0, 8.0)}
     names, times = ("underflow_pct", "overflow_pct", "scale_ratio_log2"), dict[tuple[int, str, str], float]()
-    for row in read_table(record, "metrics").iter_rows(named=True):
+    for row in read_table_rows(record, "metrics").iter_rows(named=True):
         of_limits = [abs(row[name]) / limit for name, limit in zip(names, limits[row["role"]], strict=True)]
         times[row["step"], row["layer"], row["role"]] = max(of_limits)
     counted, scores = SAMPLED[2:], dict[int, float]()
@@ -245,7 +245,7 @@ def test_a_logger_that_raises_costs_a_warning_and_nothing_else(tmp_path: Path) -
         train(tmp_path, loggers=[Breaks(), kept])
     assert sum("Breaks" in str(w.message) for w in told) == 1
     assert sorted(kept.rows) == [0, 2, 4]
-    assert len(read_table(tmp_path, "steps")) == 5
+    assert len(read_table_rows(tmp_path, "steps")) == 5
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_mlflow_keeps_a_run_in_files(uri: str | None, tmp_path: Path, monkeypatc
     train(tmp_path / "run", loggers=[choice], moves_to=elsewhere)
     (kept,) = place.glob("*/*/metrics/fp8/loss")
     found = {int(step): float(value) for _, value, step in map(str.split, kept.read_text().splitlines())}
-    steps = read_table(tmp_path / "run", "steps")
+    steps = read_table_rows(tmp_path / "run", "steps")
     assert found == pytest.approx(dict(zip(steps["step"], steps["loss"], strict=True)), rel=1e-6) and len(found) == 5
     assert "MLFLOW_ALLOW_FILE_STORE" not in os.environ
 
@@ -315,7 +315,7 @@ def test_an_object_that_is_no_logger_is_refused(tmp_path: Path) -> None:
 class TestOverview:
     def test_early_warning_is_that_of_the_trigger(self) -> None:
         """Times 8%, the limit of X: what both samples show, or a third of what this one does."""
-        overview = Overview()
+        overview = SampleSummarizer()
         found = [overview.summarize_sample(sample(i, [{"underflow_pct": u}])) for i, u in enumerate([90, 90, 16, 24, 80])]
         scores = [of.scalars.get("early_warning") for of in found]
         assert scores == [None, None, pytest.approx(2 / 3), 2, pytest.approx(10 / 3)]
@@ -323,13 +323,13 @@ class TestOverview:
 
     def test_nothing_that_is_not_finite(self) -> None:
         rows = [{"layer": f"layers.{i}", "relative_error": e, "nan": 3} for i, e in enumerate([math.nan, None, math.inf])]
-        found = Overview().summarize_sample(sample(0, rows))
+        found = SampleSummarizer().summarize_sample(sample(0, rows))
         assert "relative_error/input/worst" not in found.scalars
         assert found.scalars["nan_count"] == 9
 
     def test_experts_are_one_row_of_the_map(self) -> None:
         experts = [f"layers.0.mlp.experts.local_experts.{i}.linear_fc1" for i in ("*", 0, 1)]
         rows = [{"layer": layer, "underflow_pct": float(i)} for i, layer in enumerate([*experts, "layers.0.proj"])]
-        shown = LayerMap.map_layers(sample(4, rows))
+        shown = LayerMap.from_sample(sample(4, rows))
         assert shown.header[:4] == ("layer", "X underflow_pct", "W underflow_pct", "dY underflow_pct")
         assert [row[:3] for row in shown.rows] == [[experts[0], 0.0, None], ["layers.0.proj", 3.0, None]]

@@ -17,16 +17,21 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.story.summary import summarize, to_json
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison, summarize
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.keys import SHOWN_AS
-from nemo_fp8_debug.core.layer_names import compile_patterns, is_aggregate, limit_experts, name_aggregate
+from nemo_fp8_debug.core.layer_names import (
+    compile_layer_patterns,
+    find_expert_aggregate,
+    is_expert_aggregate,
+    limit_experts_per_layer,
+)
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.options.trigger_rules import parse_rule
-from nemo_fp8_debug.record.console_table import TableRecorder
+from nemo_fp8_debug.options.trigger_rules import parse_trigger_rule
+from nemo_fp8_debug.record.console_table import ConsoleTableRecorder
 from nemo_fp8_debug.record.scalars import EXPERTS_SHOWN, STREAMED, ScalarRecorder
-from nemo_fp8_debug.record.tensorboard import EventFile, TensorBoardRecorder
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.tensorboard import EventFileWriter, TensorBoardRecorder
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 LAYERS, EXPERTS, ROLES = 4, 128, ("input", "weight", "grad_output")
 GEMMS = ("linear_fc1", "linear_fc2")
@@ -72,10 +77,10 @@ class TestNames:
         ],
     )
     def test_experts_of_a_layer_share_a_name(self, name: str) -> None:
-        assert name_aggregate(name.format(17)) == name_aggregate(name.format(0)) == name.format("*")
-        assert is_aggregate(name.format("*"))
-        assert not is_aggregate(name.format(17))
-        assert name_aggregate(name.format("*")) is None
+        assert find_expert_aggregate(name.format(17)) == find_expert_aggregate(name.format(0)) == name.format("*")
+        assert is_expert_aggregate(name.format("*"))
+        assert not is_expert_aggregate(name.format(17))
+        assert find_expert_aggregate(name.format("*")) is None
 
     @pytest.mark.parametrize(
         "name",
@@ -91,18 +96,18 @@ class TestNames:
         ],
     )
     def test_others_have_none(self, name: str) -> None:
-        assert name_aggregate(name) is None
-        assert not is_aggregate(name)
+        assert find_expert_aggregate(name) is None
+        assert not is_expert_aggregate(name)
 
     def test_the_name_is_a_pattern_for_its_experts(self) -> None:
-        matches = compile_patterns([name_of(1, "*", "linear_fc1")])
+        matches = compile_layer_patterns([name_of(1, "*", "linear_fc1")])
         assert matches(name_of(1, 17, "linear_fc1"))
         assert not matches(name_of(1, 17, "linear_fc2"))
         assert not matches(name_of(2, 17, "linear_fc1"))
 
     def test_a_few_of_each(self) -> None:
         names = ["a", *(f"experts.{i}.w" for i in range(9)), "b", *(f"experts.{i}.v" for i in range(2)), "experts.*.w"]
-        assert limit_experts(names, name_aggregate, 2) == [
+        assert limit_experts_per_layer(names, find_expert_aggregate, 2) == [
             *("a", "experts.0.w", "experts.1.w", "b", "experts.0.v", "experts.1.v", "experts.*.w")
         ]
 
@@ -123,14 +128,18 @@ class TestTensorBoard:
         of_first = "fp8_mse_log10/input/" + name_of(0, "", "")[:-1]
         worst = sorted((tags[t] for t in tags if t.startswith(of_first)), reverse=True)
         assert len(worst) == 2 * (1 + EXPERTS_SHOWN)
-        of = moe(0, random.Random(0)).columns
-        mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if (name_aggregate(n), r) == FIRST]
+        of = moe(0, random.Random(0)).operand_columns
+        mse = [
+            v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if (find_expert_aggregate(n), r) == FIRST
+        ]
         got = sorted((v for t, v in tags.items() if re.fullmatch(EXPERT_TAG, t)), reverse=True)
         assert got == pytest.approx([math.log10(value) for value in sorted(mse, reverse=True)[:EXPERTS_SHOWN]])
 
     def test_they_stay_few_however_often_the_worst_changes(self) -> None:
         of_all_steps = set().union(*self.tags(4, 5000))
-        found = Counter(name_aggregate(tag) for tag in of_all_steps if tag.startswith("fp8_") and name_aggregate(tag))
+        found = Counter(
+            find_expert_aggregate(tag) for tag in of_all_steps if tag.startswith("fp8_") and find_expert_aggregate(tag)
+        )
         assert set(found.values()) == {EXPERTS_SHOWN}
         assert len(found) == len(STREAMED) * len(ROLES) * FOLDS
 
@@ -139,17 +148,21 @@ class TestTensorBoard:
         single = {tag for tags in self.tags(2, max_tags) for tag in tags if tag.startswith("fp8_")}
         assert len(single) <= max_tags
         assert len(single) >= max_tags // len(STREAMED) // len(ROLES) * len(STREAMED) * len(ROLES)
-        assert not [tag for tag in single if name_aggregate(tag)]
+        assert not [tag for tag in single if find_expert_aggregate(tag)]
 
     def test_worst_and_median_are_of_tensors(self) -> None:
         (tags,) = self.tags(1, 5000)
-        of = moe(0, random.Random(0)).columns
-        mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if r == "input" and not is_aggregate(n)]
+        of = moe(0, random.Random(0)).operand_columns
+        mse = [
+            v
+            for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True)
+            if r == "input" and not is_expert_aggregate(n)
+        ]
         assert len(mse) == DENSE + FOLDS * EXPERTS
         assert tags["fp8/mse_log10/input/worst"] == pytest.approx(math.log10(max(mse)))
 
     def test_charts_show_the_worst_expert_of_a_layer_only(self, tmp_path: Path) -> None:
-        recorder = TensorBoardRecorder(EventFile(str(tmp_path)), 5000)
+        recorder = TensorBoardRecorder(EventFileWriter(str(tmp_path)), 5000)
         recorder.record(moe(0, random.Random(0)))
         recorder.close()
         events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
@@ -159,7 +172,7 @@ class TestTensorBoard:
             tags = [tag.replace("\\", "").removesuffix("$") for chart in category.chart for tag in chart.multiline.tag]
             metrics = Counter(tag.partition("/")[0] for tag in tags)
             assert len(metrics) == 6 and set(metrics.values()) == {3}
-            assert max(Counter(filter(None, map(name_aggregate, tags))).values()) == 1
+            assert max(Counter(filter(None, map(find_expert_aggregate, tags))).values()) == 1
 
 
 FIRST = (name_of(0, "*", "linear_fc1"), "input")
@@ -168,44 +181,49 @@ EXPERT_TAG = "fp8_mse_log10/input/" + re.escape(name_of(0, "N", "linear_fc1")).r
 
 def test_the_table_shows_the_worst_expert_of_a_layer_only() -> None:
     out = StringIO()
-    TableRecorder(60, out).record(moe(0, random.Random(0)))
+    ConsoleTableRecorder(60, out).record(moe(0, random.Random(0)))
     lines = out.getvalue().splitlines()
     assert "60 of 60 tensors, worst first" in lines[0]
     roles = {shown: role for role, shown in SHOWN_AS.items() if role in ROLES}
     rows = [(layer, roles[tensor]) for tensor, layer, *_ in (line.split() for line in lines[2:])]
     assert len(rows) == 60 == len(ROLES) * (DENSE + 2 * FOLDS)
-    assert set(Counter((name_aggregate(layer), role) for layer, role in rows if name_aggregate(layer)).values()) == {1}
-    assert sum(is_aggregate(layer) for layer, _ in rows) == len(ROLES) * FOLDS
+    assert set(
+        Counter((find_expert_aggregate(layer), role) for layer, role in rows if find_expert_aggregate(layer)).values()
+    ) == {1}
+    assert sum(is_expert_aggregate(layer) for layer, _ in rows) == len(ROLES) * FOLDS
 
 
 class TestTriggers:
     def test_experts_past_a_limit_are_named_in_one_sentence(self) -> None:
         of = moe(0, random.Random(0), underflow_pct=30.0)
-        assert parse_rule("underflow_pct > 20").passed_by(of) == (
+        assert parse_trigger_rule("underflow_pct > 20").describe_violation(of) == (
             "underflow_pct of X of decoder.layers.0.self_attention.linear_proj is 30 (> 20)"
         )
         experts = sample(0, [{"layer": name_of(0, e, "linear_fc1"), "mse": float(e)} for e in range(8)])
-        assert parse_rule("mse > 4").passed_by(experts) == (
+        assert parse_trigger_rule("mse > 4").describe_violation(experts) == (
             f"mse of X of {name_of(0, 5, 'linear_fc1')} is 5 (> 4), and of 2 more experts of the layer"
         )
-        assert parse_rule("mse > 6").passed_by(experts) == f"mse of X of {name_of(0, 7, 'linear_fc1')} is 7 (> 6)"
+        assert (
+            parse_trigger_rule("mse > 6").describe_violation(experts)
+            == f"mse of X of {name_of(0, 7, 'linear_fc1')} is 7 (> 6)"
+        )
 
     def test_a_fold_alone_fires_nothing(self) -> None:
         """Its range is that of all experts together, which none of them may have."""
         rows = [{"layer": name_of(0, e, "linear_fc1")} for e in range(2)]
         of = sample(0, [*rows, {"layer": name_of(0, "*", "linear_fc1"), "dynamic_range_log2": 40.0}])
-        assert parse_rule("dynamic_range_log2 > 30").passed_by(of) is None
+        assert parse_trigger_rule("dynamic_range_log2 > 30").describe_violation(of) is None
 
     def test_the_first_with_nan_is_an_expert(self) -> None:
         bad = {"nan": 3, "nonfinite_order": 7}
         rows = [{"layer": name_of(0, e, "linear_fc1")} | (bad if e == 1 else {}) for e in range(2)]
         of = sample(0, [*rows, {"layer": name_of(0, "*", "linear_fc1")} | bad])
-        assert f"X of {name_of(0, 1, 'linear_fc1')} (3 NaN" in of.remarks
+        assert f"X of {name_of(0, 1, 'linear_fc1')} (3 NaN" in of.describe_anomalies
 
 
 def written(folder: Path, worst: int | None, nan: bool = False) -> Path:
     """A record in which one expert of layer 2 is off, and its aggregate a little."""
-    record = RunRecord(folder)
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT)
     for step in range(0, 40, 10):
         rows = []
@@ -232,7 +250,7 @@ class TestCompare:
             f"Of its experts, the tensor that drifted farthest is X of {name_of(2, 77, 'linear_fc1')}: MSE x 100, "
             "underflow 0.1% -> 40%"
         ) in summarize(found)
-        assert len(to_json(found)["experts"]) == LAYERS * EXPERTS
+        assert len(serialize_comparison(found)["experts"]) == LAYERS * EXPERTS
 
     def test_the_expert_that_first_held_nan_is_named(self, tmp_path: Path) -> None:
         found = compare(written(tmp_path / "bad", 9, nan=True), written(tmp_path / "good", None))

@@ -14,9 +14,9 @@ from tab import Tab
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.story.summary import to_json
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison
 from nemo_fp8_debug.record import migration
-from nemo_fp8_debug.record.reader import read_fingerprint, read_table
+from nemo_fp8_debug.record.reader import read_fingerprint, read_table_rows
 from nemo_fp8_debug.record.schema import SCHEMAS
 
 OLD = Path(__file__).parent / "old"
@@ -31,7 +31,7 @@ SENTENCES = {"verdict", "notes", "evidence", "advice", "path"}
 
 
 def folder_of(record: Path, table: str) -> Path:
-    return next(path for name in migration.list_folders(table) if (path := record / name).exists())
+    return next(path for name in migration.list_table_folders(table) if (path := record / name).exists())
 
 
 @pytest.mark.parametrize("table", ["metrics", "what_if", "histograms", "steps"])
@@ -39,7 +39,7 @@ def folder_of(record: Path, table: str) -> Path:
 def test_every_value_is_the_one_in_the_files(record: Path, table: str) -> None:
     files = [pq.read_table(path) for path in sorted(folder_of(record, table).glob("*.parquet"))]
     written = pl.concat([pl.DataFrame(pl.from_arrow(file)) for file in files]).sort("step", maintain_order=True)
-    read = read_table(record, table)
+    read = read_table_rows(record, table)
     earlier = {name: first_name(name) for name in read.columns}
     assert len(read) == len(written) > 0
     for name in read.columns:
@@ -54,7 +54,7 @@ def test_every_value_is_the_one_in_the_files(record: Path, table: str) -> None:
 
 
 def first_name(column: str) -> str:
-    return migration.with_earlier_names([column])[-1]
+    return migration.add_earlier_column_names([column])[-1]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: f"{path.parent.name}-{path.name}")
@@ -87,7 +87,8 @@ def todays_key(key: str) -> str:
 def test_compare_ranks_as_the_release_that_wrote_it_did() -> None:
     good, bad, twin = old_runs(3)
     now, then = (
-        todays(each) for each in (to_json(compare(bad, good, twin)), json.loads((OLD / "compare_3.json").read_text()))
+        todays(each)
+        for each in (serialize_comparison(compare(bad, good, twin)), json.loads((OLD / "compare_3.json").read_text()))
     )
     for part in ("unit", "experts", "differences", "what_if"):
         assert now[part] == then[part]
@@ -114,28 +115,28 @@ def test_schema_2_is_compared_and_diagnosed() -> None:
 def test_the_tab_shows_what_is_recorded(schema: int) -> None:
     tab = Tab(OLD / f"schema_{schema}")
     assert {run["name"] for run in tab.json("runs")["runs"]} >= {"good", "bad"}
-    recorded = read_table(OLD / f"schema_{schema}" / "bad", "metrics").filter(layer="layers.0.fc1", role="grad_output")
+    recorded = read_table_rows(OLD / f"schema_{schema}" / "bad", "metrics").filter(layer="layers.0.fc1", role="grad_output")
     for metric in ("underflow_pct", "amax", "relative_error", "ranks"):
         shown = tab.json("timeline", run="bad", layer="layers.0.fc1", role="grad_output", metrics=metric)
         assert shown["step"] == recorded["step"].to_list()
         assert shown["metrics"][metric] == pytest.approx(recorded[metric].cast(pl.Float64).to_list())
     histogram = tab.json("histogram", run="bad", layer="layers.0.fc1", role="grad_output", step=60)
     where = {"step": 60, "layer": "layers.0.fc1", "role": "grad_output"}
-    (counted,) = read_table(OLD / f"schema_{schema}" / "bad", "histograms", where=where)["counts"].to_list()
+    (counted,) = read_table_rows(OLD / f"schema_{schema}" / "bad", "histograms", where=where)["counts"].to_list()
     assert [sum(row["counts"]) for row in histogram["rows"]] == [sum(counted)]
 
 
 def test_a_resumed_run_goes_on_in_todays_schema(tmp_path: Path) -> None:
     """Both attempts are read as one record, though their parts lie in folders of different names."""
-    from nemo_fp8_debug.record.writer import RunRecord
+    from nemo_fp8_debug.record.writer import RunRecordWriter
 
     shutil.copytree(OLD / "schema_3" / "bad", tmp_path / "run")
-    before = read_table(tmp_path / "run", "metrics")
-    resumed = RunRecord(tmp_path / "run")
+    before = read_table_rows(tmp_path / "run", "metrics")
+    resumed = RunRecordWriter(tmp_path / "run")
     resumed.open({"resumed": True})
     row = before.filter(step=110).with_columns(attempt=pl.lit(1, pl.Int32), step=pl.lit(130, pl.Int64))
     resumed.write_part("metrics", {name: row[name].to_list() for name in SCHEMAS["metrics"]}, 130)
     resumed.close()
-    after = read_table(tmp_path / "run", "metrics")
+    after = read_table_rows(tmp_path / "run", "metrics")
     assert after.filter(pl.col("step") <= 120).equals(before, null_equal=True)
     assert after.filter(step=130).equals(row, null_equal=True)

@@ -13,14 +13,14 @@ from polars.testing import assert_frame_equal
 from samples import sample
 from small_record import start
 
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.record import merging
-from nemo_fp8_debug.record.merging import compact
-from nemo_fp8_debug.record.parts import list_parts
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.merging import compact_record
+from nemo_fp8_debug.record.parts import list_parts_of_table
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.storage import FolderStorage
 from nemo_fp8_debug.record.views import sql_views
-from nemo_fp8_debug.tensorboard_plugin.records.part_matrices import PartMatrices
+from nemo_fp8_debug.tensorboard_plugin.records.part_matrices import CachedPartReader
 
 COLUMNS = ["attempt", "step", "layer", "role", "mse"]
 
@@ -49,14 +49,14 @@ def rows_that_count(run: Path, damaged: Path | None) -> pl.DataFrame:
 
 
 def rows_in_the_tab(run: Path) -> pl.DataFrame:
-    tab, storage = PartMatrices(), Storage(run)
-    index, found = tab.index(storage), []
+    tab, storage = CachedPartReader(), FolderStorage(run)
+    index, found = tab.read_index(storage), []
     for step in index.steps.tolist():
         part = index.owner[step]
-        layout, values = tab.layout(storage, part), tab.metric(storage, part, "mse")
+        layout, values = tab.read_layout(storage, part), tab.read_metric(storage, part, "mse")
         at = layout.steps.tolist().index(step)
         for (layer, role), value in zip(layout.tensors, values[at].tolist(), strict=True):
-            if layout.row(step, (layer, role)) is not None:
+            if layout.find_row(step, (layer, role)) is not None:
                 found.append((part.attempt, step, layer, role, value))
     kinds = (pl.Int32, pl.Int64, pl.String, pl.String, pl.Float64)
     return pl.DataFrame(found, schema=dict(zip(COLUMNS, kinds, strict=True)), orient="row").sort(COLUMNS)
@@ -68,20 +68,20 @@ def rows_in_the_tab(run: Path) -> pl.DataFrame:
 def test_all_readers_agree(tmp_path: Path, seed: int, is_damaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merging, "MERGED", 3)
     write(tmp_path, seed)
-    storage, damaged = Storage(tmp_path), None
+    storage, damaged = FolderStorage(tmp_path), None
     if is_damaged:
-        damaged = tmp_path / list_parts(storage, "metrics")[seed].path
+        damaged = tmp_path / list_parts_of_table(storage, "metrics")[seed].path
         damaged.write_bytes(damaged.read_bytes()[:-1])
     expected = rows_that_count(tmp_path, damaged)
-    assert_frame_equal(read_table(tmp_path, "metrics", COLUMNS).sort(COLUMNS), expected)
-    assert_frame_equal(Metrics.read(storage, held=0).frame(COLUMNS).select(COLUMNS).sort(COLUMNS), expected)
+    assert_frame_equal(read_table_rows(tmp_path, "metrics", COLUMNS).sort(COLUMNS), expected)
+    assert_frame_equal(MetricsTable.read(storage, held=0).read_all_rows(COLUMNS).select(COLUMNS).sort(COLUMNS), expected)
     assert_frame_equal(rows_in_the_tab(tmp_path), expected)
     if not is_damaged:
         lake = duckdb.connect()
         lake.execute(sql_views(tmp_path))
         assert_frame_equal(lake.sql(f"SELECT {', '.join(COLUMNS)} FROM metrics").pl().sort(COLUMNS), expected)
-    compact(tmp_path, killed=True)
-    assert_frame_equal(read_table(tmp_path, "metrics", COLUMNS).sort(COLUMNS), expected)
-    parts = list_parts(storage, "metrics")
+    compact_record(tmp_path, killed=True)
+    assert_frame_equal(read_table_rows(tmp_path, "metrics", COLUMNS).sort(COLUMNS), expected)
+    parts = list_parts_of_table(storage, "metrics")
     assert {part.path for part in parts} == {f"metrics/{path.name}" for path in tmp_path.glob("metrics/*")}
     assert sum(part.path != (damaged and f"metrics/{damaged.name}") for part in parts) == 3  # one an attempt

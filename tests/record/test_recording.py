@@ -23,10 +23,10 @@ from nemo_fp8_debug.core.error_guard import ErrorGuard
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.core.waits import RECORDING, WaitTimes
 from nemo_fp8_debug.monitor import delivery, recorder_queue
-from nemo_fp8_debug.monitor.recorder_queue import Recording
+from nemo_fp8_debug.monitor.recorder_queue import RecorderQueue
 from nemo_fp8_debug.record.dump import dumped_files
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.storage import FolderStorage
 
 
 class Threads(Samples):
@@ -67,7 +67,7 @@ def test_recorders_get_samples_and_steps_in_the_thread_they_ask_for(in_callers_t
 def training_waits() -> bool:
     """Whether the training thread waits for an earlier sample."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame and frame.f_code is not Recording.deliver.__code__:
+    while frame and frame.f_code is not RecorderQueue.deliver.__code__:
         frame = frame.f_back
     return frame is not None
 
@@ -128,7 +128,7 @@ def test_the_first_sample_may_take_its_time(
 def test_waits_of_a_step_for_several_jobs_end_like_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_queue, "STUCK", 0.5)
     waits, errors = WaitTimes(), ErrorGuard("raise")
-    recording = Recording([Samples()], {}, errors.guard, waits)
+    recording = RecorderQueue([Samples()], {}, errors.guard, waits)
     for _ in range(4):
         recording.submit_job(lambda: time.sleep(0.4))
     with pytest.warns(FP8DebugWarning, match="recording has been blocked"):
@@ -147,7 +147,7 @@ def test_a_step_may_dump_more_tensors_than_may_wait_behind_a_hang(tmp_path: Path
         with monitor.step(step):
             model(torch.randn(2, 4).bfloat16()).sum().backward()
     monitor.close()
-    assert len(list(dumped_files(Storage(tmp_path)))) == 3 * 3 * 8
+    assert len(list(dumped_files(FolderStorage(tmp_path)))) == 3 * 3 * 8
 
 
 def test_the_folder_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +166,8 @@ def test_the_folder_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.Mon
                 report(loss=loss)
             monkeypatch.chdir(tmp_path / "elsewhere")
         monitor.close()
-        assert len(read_table(tmp_path / at, "metrics")) == 9
-        assert len(list(dumped_files(Storage(tmp_path / at)))) == 9
+        assert len(read_table_rows(tmp_path / at, "metrics")) == 9
+        assert len(list(dumped_files(FolderStorage(tmp_path / at)))) == 9
         (events,) = (tmp_path / at).glob("events*")
         assert events.stat().st_size > 1000
     assert not list((tmp_path / "elsewhere").iterdir())
@@ -183,8 +183,8 @@ def unclosed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_that_ends_without_closing_loses_nothing(unclosed: Path, end: str) -> None:
-    assert read_table(unclosed / end, "metrics")["step"].unique().to_list() == [0, 5]
-    assert read_table(unclosed / end, "steps")["step"].to_list() == list(range(8))
+    assert read_table_rows(unclosed / end, "metrics")["step"].unique().to_list() == [0, 5]
+    assert read_table_rows(unclosed / end, "steps")["step"].to_list() == list(range(8))
 
 
 def test_losses_of_a_run_that_is_killed_are_recorded_up_to_a_while_before(
@@ -197,7 +197,7 @@ def test_losses_of_a_run_that_is_killed_are_recorded_up_to_a_while_before(
         with monitor.step(step) as report:
             report(loss=model(torch.ones(2, 4)).sum())
     monitor.flush()
-    assert read_table(tmp_path, "steps")["step"].to_list() == list(range(5))
+    assert read_table_rows(tmp_path, "steps")["step"].to_list() == list(range(5))
     monitor.close()
 
 
@@ -225,7 +225,7 @@ with monitor.step(1) as report:
 def test_a_forked_process_leaves_the_record_to_its_parent_and_ends_at_once(tmp_path: Path) -> None:
     done = finished(sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
-    assert read_table(tmp_path, "steps")["step"].to_list() == [0, 1]
+    assert read_table_rows(tmp_path, "steps")["step"].to_list() == [0, 1]
 
 
 def test_a_closed_monitor_holds_no_model(tmp_path: Path) -> None:

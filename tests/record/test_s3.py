@@ -22,8 +22,8 @@ from small_record import measured
 from nemo_fp8_debug import read_record
 from nemo_fp8_debug.monitor import recorder_queue
 from nemo_fp8_debug.record import merging, storage
-from nemo_fp8_debug.record.storage import Storage
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.storage import FolderStorage
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_nothing_is_lost_and_starts_stay_apart(proxy: Proxy) -> None:
     address = new_address()
     proxy.faults = Faults(cut_before=7, cut_after=11, late=1.0)
     for step in range(2):
-        record = RunRecord(address)
+        record = RunRecordWriter(address)
         record.open(FINGERPRINT)
         record.record(measured(step))
         record.close()
@@ -45,31 +45,31 @@ def test_nothing_is_lost_and_starts_stay_apart(proxy: Proxy) -> None:
     proxy.faults = Faults()
     time.sleep(max(0.0, 1.0 - (time.monotonic() - max(proxy.written.values()))))
     for step in range(2):
-        assert read_record(address, where={"step": step})["mse"].to_list() == measured(step).columns["mse"]
+        assert read_record(address, where={"step": step})["mse"].to_list() == measured(step).operand_columns["mse"]
 
 
 def test_a_reader_sees_what_was_written_since_it_looked(proxy: Proxy) -> None:
     address = new_address()
-    proxy.faults, run, reader = Faults(late=1e9), RunRecord(address), Storage(address)
+    proxy.faults, run, reader = Faults(late=1e9), RunRecordWriter(address), FolderStorage(address)
     run.open(FINGERPRINT)
     run.record(measured(0))
-    reader.names(), reader.names("metrics"), reader.folders_with("attempt-*.json")
+    reader.list_names(), reader.list_names("metrics"), reader.find_folders_with_file("attempt-*.json")
     proxy.faults = Faults()
-    assert reader.has("attempt-0.json") and len(reader.folders_with("attempt-*.json")) == 1
-    assert len(reader.files()) == 3 and reader.size("metrics") > 0
+    assert reader.has_matching_file("attempt-0.json") and len(reader.find_folders_with_file("attempt-*.json")) == 1
+    assert len(reader.list_all_files()) == 3 and reader.measure_size("metrics") > 0
     run.close()
 
 
 def test_parts_are_merged_behind_faults(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merging, "MERGED", 4)
     proxy.faults, address = Faults(cut_before=7, cut_after=11), new_address()
-    record = RunRecord(address)
+    record = RunRecordWriter(address)
     record.open(FINGERPRINT)
     for step in range(4):
         record.record(measured(step))
     record.close()
-    assert [name[:34] for name in record.storage.names("metrics")] == ["attempt-0-steps-00000000-00000003-"]
-    expected = [value for step in range(4) for value in measured(step).columns["mse"]]
+    assert [name[:34] for name in record.storage.list_names("metrics")] == ["attempt-0-steps-00000000-00000003-"]
+    expected = [value for step in range(4) for value in measured(step).operand_columns["mse"]]
     assert read_record(address)["mse"].to_list() == expected
 
 
@@ -93,21 +93,21 @@ def test_an_outage_costs_two_requests_and_no_step_if_it_ends(
 def test_a_place_that_failed_is_asked_again_later(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "LIMIT", 1.2)
     monkeypatch.setattr(storage, "REST", 3)
-    proxy.faults, place = Faults(silent=True), Storage.of_run(new_address())
+    proxy.faults, place = Faults(silent=True), FolderStorage.open_for_writing(new_address())
 
     def is_written() -> bool:
         with contextlib.suppress(ConnectionError):
-            place.write("name", b"content")
+            place.replace_file("name", b"content")
             return True
         return False
 
     with pytest.raises(TimeoutError, match="no answer within 1 s"):
         is_written()
     with pytest.raises(ConnectionError, match="requests are paused after TimeoutError: no answer"):
-        place.write("name", b"content")
+        place.replace_file("name", b"content")
     proxy.faults, proxy.requests = Faults(), 0
     wait_until(is_written)
-    assert proxy.requests == 1 and place.read("name") == b"content"
+    assert proxy.requests == 1 and place.read_file("name") == b"content"
 
 
 def test_committed_results_are_about_todays_faults() -> None:

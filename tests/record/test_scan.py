@@ -19,11 +19,11 @@ from polars.testing import assert_frame_equal
 from samples import sample
 from small_record import start
 
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
 from nemo_fp8_debug.record import outline, parquet
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.scan import Scan
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.scan import TableScan
 
 #: written when checksums were of 64 KiB, and footers told nothing of columns whose rows are alike
 OLD = Path(__file__).with_name("old") / "schema_3" / "bad"
@@ -54,24 +54,24 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_columns_whose_rows_are_alike_are_told_by_footers(run: Path) -> None:
-    scan = Scan(run)
-    whole = read_table(run, "metrics")
+    scan = TableScan(run)
+    whole = read_table_rows(run, "metrics")
     for part in (run / "metrics").iterdir():
         part.unlink()
     alike = ["calls", "ranks", "nan", "format", "nonfinite_order"]
-    found = pl.concat(chunk.rows.select(alike) for chunk in scan.chunks(alike))
+    found = pl.concat(chunk.rows.select(alike) for chunk in scan.read_chunks(alike))
     assert_frame_equal(found, whole.select(alike))
     assert set(found["calls"]) == {4} and found["nonfinite_order"].null_count() == len(found)
     with pytest.raises(RecordError, match="is gone"):
-        list(scan.chunks(["mse"]))
+        list(scan.read_chunks(["mse"]))
 
 
 def test_what_is_told_is_what_is_read(run: Path) -> None:
-    whole = read_table(run, "metrics")
-    metrics = Metrics.read(run, held=0)
-    assert metrics.is_long
-    assert_frame_equal(metrics.frame(), whole.select(metrics.frame().columns))
-    assert metrics.grid.metric("nonfinite").tolist() == [[0.0] * 5 + [1.0] + [0.0] * 2] * 3
+    whole = read_table_rows(run, "metrics")
+    metrics = MetricsTable.read(run, held=0)
+    assert metrics.is_read_lazily
+    assert_frame_equal(metrics.read_all_rows(), whole.select(metrics.read_all_rows().columns))
+    assert metrics.grid.read_metric("nonfinite").tolist() == [[0.0] * 5 + [1.0] + [0.0] * 2] * 3
 
 
 texts = st.sampled_from(["e4m3", "e5m2", "", None])
@@ -88,8 +88,8 @@ def test_a_footer_tells_of_a_column_what_all_of_its_rows_have(values: list[tuple
     for name in keys.column_names:
         whole = whole.append_column(name, keys[name])
     tables = [each for each in (whole[:at], whole[at:]) if len(each)]
-    content, checksum = parquet.encode_all(whole.schema, tables)
-    told = parquet.PartFile(io.BytesIO(content), checksum).outline
+    content, checksum = parquet.encode_parquet_tables(whole.schema, tables)
+    told = parquet.OpenPartFile(io.BytesIO(content), checksum).outline
     assert told is not None
     expected = {name: set(whole[name].to_pylist()) for name in ("format", "n", "none", "step", "role")}
     if whole["mse"].null_count == len(whole):
@@ -128,31 +128,31 @@ def test_a_footer_that_tells_what_no_run_writes_is_refused(run: Path, value: Any
     told["same"]["nan"] = value
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parquet, "format_outline", lambda _: json.dumps(told))
-        content, checksum = parquet.encode(table)
+        content, checksum = parquet.encode_parquet(table)
     part.unlink()
     (part.parent / f"{part.stem[:-8]}{checksum}.parquet").write_bytes(content)
     if type(value) in (int, str):
         with pytest.warns(FP8DebugWarning, match="is left out"):
-            steps = Metrics.read(run, held=0).frame(["nan"])["step"].to_list()
+            steps = MetricsTable.read(run, held=0).read_all_rows(["nan"])["step"].to_list()
         assert steps == [step for step in range(7) for _ in range(3)]
     else:  # not an outline: the rows themselves are read
-        assert Metrics.read(run, held=0).frame(["nan"])["nan"].to_list() == [0] * 24
+        assert MetricsTable.read(run, held=0).read_all_rows(["nan"])["nan"].to_list() == [0] * 24
 
 
 def test_checksums_of_earlier_releases_count() -> None:
     part = max((OLD / "steps").iterdir())
     content = part.read_bytes()
     checksum = part.stem[-8:]
-    assert b"crc32_of_64_KiB_blocks" in content and parquet.PartFile(io.BytesIO(content), checksum).count
+    assert b"crc32_of_64_KiB_blocks" in content and parquet.OpenPartFile(io.BytesIO(content), checksum).count
     for at in (4, len(content) // 2):
         damaged = bytearray(content)
         damaged[at] ^= 1
         with pytest.raises(ValueError, match="damaged"):
-            parquet.PartFile(io.BytesIO(bytes(damaged)), checksum).read()
+            parquet.OpenPartFile(io.BytesIO(bytes(damaged)), checksum).read_wanted_row_groups()
 
 
 def test_a_column_that_is_held_is_not_overwritten_by_the_next(run: Path) -> None:
-    columns = Metrics.read(run, held=0).build_grid((("mse",), ("calls", "ranks"), ("inf",)))._columns
+    columns = MetricsTable.read(run, held=0).build_grid((("mse",), ("calls", "ranks"), ("inf",)))._columns
     mse = columns["mse"]
     before = mse.copy()
     where = columns["calls"].__array_interface__["data"]
@@ -164,10 +164,10 @@ def test_a_few_rows_that_are_held_do_not_hold_the_parts_that_they_are_of(tmp_pat
     record = start(tmp_path)
     for step in range(8):
         record.record(sample(step, rows(step, layers=5000)))
-    scan = Scan(tmp_path)
+    scan = TableScan(tmp_path)
     only = np.full(5000, -1)
     only[1234:1237] = range(3)
     before = pa.total_allocated_bytes()
-    held = [chunk.rows for chunk in scan.chunks(["mse", "layer"], operands=only)]
+    held = [chunk.rows for chunk in scan.read_chunks(["mse", "layer"], operands=only)]
     assert [len(rows) for rows in held] == [3] * 8 and held[5]["mse"].to_list() == [1240.0, 1241.0, 1242.0]
     assert pa.total_allocated_bytes() - before < 8 * 5000 * 8 / 10

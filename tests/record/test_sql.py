@@ -16,7 +16,7 @@ from small_record import measured, start
 from typer.testing import CliRunner
 
 from nemo_fp8_debug import ConfigError, read_record, replay
-from nemo_fp8_debug.analysis.replay.replay import add_to_record
+from nemo_fp8_debug.analysis.replay.replay import write_replayed_rows
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.record import merging, views
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -55,7 +55,7 @@ def test_attempts_merges_and_replays(tmp_path: Path, name: str, monkeypatch: pyt
         record.record_validation(last - 1, {"valid": 1.0 + first})
         record.close()
     for recipe in ("current-e4m3", "current-e5m2", "current-e4m3"):
-        add_to_record(run, replay(run, recipe))
+        write_replayed_rows(run, replay(run, recipe))
     lake = lake_of(run)
     assert differing_tables(run, lake) == []
     for path, content in killed.items():  # processes were killed while they merged
@@ -68,8 +68,8 @@ def test_attempts_merges_and_replays(tmp_path: Path, name: str, monkeypatch: pyt
 def test_an_exact_row_counts_before_rounded_ones(run: Path) -> None:
     rows = replay(run, "current-e5m2").with_columns(rounded=pl.lit(False))
     for amax in range(4):  # parts in any order, by their checksums
-        add_to_record(run, rows.with_columns(rounded=pl.lit(True), amax=pl.lit(float(amax))))
-    add_to_record(run, rows)
+        write_replayed_rows(run, rows.with_columns(rounded=pl.lit(True), amax=pl.lit(float(amax))))
+    write_replayed_rows(run, rows)
     key = ["step", "layer", "role"]
     assert read_record(run, "replayed").sort(key).equals(rows.sort(key), null_equal=True)
     assert read_record(run, "replayed", ["step", "amax"])["amax"].sort().equals(rows["amax"].sort())

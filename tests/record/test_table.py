@@ -11,14 +11,14 @@ from samples import sample
 
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.options.config import Config
-from nemo_fp8_debug.record.console_table import TableRecorder
+from nemo_fp8_debug.record.console_table import ConsoleTableRecorder
 
 NOTHING = "Nothing is quantized: what FP8 would do"
 
 
 def printed(of: Sample, rows: int = 12) -> list[str]:
     out = StringIO()
-    TableRecorder(rows, out).record(of)
+    ConsoleTableRecorder(rows, out).record(of)
     return out.getvalue().splitlines()
 
 
@@ -78,7 +78,7 @@ def test_the_title_does_without_a_loss() -> None:
 def test_the_title_says_whether_anything_is_quantized(sources: list[str], asked: str, title: str) -> None:
     """With a recipe that was asked for by name, nobody reads what the run itself casts with."""
     out = StringIO()
-    table = TableRecorder(1, out)
+    table = ConsoleTableRecorder(1, out)
     table.open({"recipe": {"asked": asked}})
     table.record(sample(7, [{"layer": str(i), "scale_source": source} for i, source in enumerate(sources)]))
     assert out.getvalue().startswith(f"{title} at step 7: ")

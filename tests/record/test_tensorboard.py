@@ -19,7 +19,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.record.scalars import STREAMED, ScalarRecorder
-from nemo_fp8_debug.record.tensorboard import EventFile, TensorBoardRecorder
+from nemo_fp8_debug.record.tensorboard import EventFileWriter, TensorBoardRecorder
 
 #: what tags have instead of metrics whose axis could not be read
 STREAMED_AS = {"mse": ("mse_log10", -4.0), "cosine": ("cosine_distance_log10", math.log10(1 - 0.9996))}
@@ -33,7 +33,7 @@ def two_layers(step: int, **of_fc2: Any) -> Sample:
 
 def written(folder: Path, *samples: Sample, losses: Mapping[int, float] | None = None, **options: Any) -> EventAccumulator:
     """The events of a run of these samples, as TensorBoard loads them."""
-    recorder = TensorBoardRecorder(EventFile(str(folder)), UNLIMITED, **options)
+    recorder = TensorBoardRecorder(EventFileWriter(str(folder)), UNLIMITED, **options)
     recorder.open(FINGERPRINT)
     for each in samples:
         recorder.record(each)
@@ -116,7 +116,7 @@ class TestEvents:
 class TestWhatIf:
     def test_each_recipe_has_its_worst_and_median(self, tmp_path: Path) -> None:
         rows = [{"layer": layer, "recipe": "current-e4m3", "relative_error": e} for layer, e in ((FC1, 0.01), (FC2, 0.05))]
-        tables = {**two_layers(3).tables, "what_if": sample(3, rows).columns}
+        tables = {**two_layers(3).tables, "what_if": sample(3, rows).operand_columns}
         what_if = dataclasses.replace(two_layers(3), tables=tables)
         events = written(tmp_path, what_if)
         assert points(events, "fp8_what_if/relative_error/input/current-e4m3/worst") == {3: pytest.approx(0.05)}
@@ -253,7 +253,7 @@ class TestTagBudget:
             assert earlier <= later
 
     def test_a_small_budget_still_shows_the_worst_and_median(self, tmp_path: Path) -> None:
-        recorder = TensorBoardRecorder(EventFile(str(tmp_path)), max_tags=0)
+        recorder = TensorBoardRecorder(EventFileWriter(str(tmp_path)), max_tags=0)
         recorder.record(two_layers(0))
         recorder.close()
         events = EventAccumulator(str(tmp_path))
@@ -263,7 +263,7 @@ class TestTagBudget:
 
 def test_while_nothing_can_be_written_one_empty_file_is_left_at_most(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    events = EventFile(str(tmp_path))
+    events = EventFileWriter(str(tmp_path))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as on a full disk, a file can be made and not written
     try:
         for step in range(5):

@@ -26,8 +26,8 @@ from samples import FINGERPRINT, sample
 from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.monitor import recorder_queue
 from nemo_fp8_debug.record import dump, merging
-from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.reader import find_record, read_fingerprint, read_table_rows
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 SCRIPT = Path(__file__).parents[2] / "scripts/validation/crash_recovery.py"
 ALL = list(range(STEPS))
@@ -119,7 +119,7 @@ class TestHangs:
         def come_back() -> None:
             recorder_queue.STUCK = GUARD
             Hanging.is_there.set()
-            wait_until(lambda: LEAVES in read_table(hanging, "metrics")["step"])
+            wait_until(lambda: LEAVES in read_table_rows(hanging, "metrics")["step"])
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -128,11 +128,11 @@ class TestHangs:
         (warning,) = [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)]
         assert "recording has been blocked" in warning
         assert waits.count(False) == 1  # training waited for the hang once, not at each step
-        run = find_run(hanging)
-        sampled = read_table(run, "metrics")["step"].unique().to_list()
+        run = find_record(hanging)
+        sampled = read_table_rows(run, "metrics")["step"].unique().to_list()
         assert set(sampled) >= {*range(LEAVES + 1), *range(COMES_BACK + 1, STEPS)}
         assert not set(sampled) & set(range(LEAVES + 1, COMES_BACK))
-        assert read_table(run, "steps")["step"].to_list() == ALL
+        assert read_table_rows(run, "steps")["step"].to_list() == ALL
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -180,9 +180,9 @@ class TestHangs:
 
 class TestTwoAtOnce:
     def test_each_start_gets_an_attempt_of_its_own(self, tmp_path: Path) -> None:
-        barrier, records = threading.Barrier(8), [RunRecord(tmp_path) for _ in range(8)]
+        barrier, records = threading.Barrier(8), [RunRecordWriter(tmp_path) for _ in range(8)]
 
-        def start(record: RunRecord) -> None:
+        def start(record: RunRecordWriter) -> None:
             barrier.wait()
             record.open(FINGERPRINT)
 
@@ -207,8 +207,8 @@ class TestTwoAtOnce:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             while any(writer.is_alive() for writer in writers):
-                readings.append(read_table(tmp_path, "metrics")["step"].to_list())
-            readings.append(read_table(tmp_path, "metrics")["step"].to_list())
+                readings.append(read_table_rows(tmp_path, "metrics")["step"].to_list())
+            readings.append(read_table_rows(tmp_path, "metrics")["step"].to_list())
         assert [writer.exitcode for writer in writers] == [0, 0]
         assert all(steps == list(range(len(steps))) for steps in readings)
         assert [len(steps) for steps in readings] == sorted(map(len, readings)) and len(readings[-1]) == 300
@@ -217,7 +217,7 @@ class TestTwoAtOnce:
 
 def record_steps(folder: Path, first: int, last: int) -> None:
     merging.MERGED = 4
-    record = RunRecord(folder)
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT)
     for step in range(first, last):
         record.record(sample(step, [{"layer": "l"}]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 
 from nemo_fp8_debug.record.imports import import_logs
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 LOGS = Path(__file__).parent / "logs"
 TE = LOGS / "transformer_engine"
@@ -22,7 +22,7 @@ ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
 
 def table(source: Path, output: Path, name: str = "metrics") -> pl.DataFrame:
     import_logs(source, output)
-    return read_table(output, name)
+    return read_table_rows(output, name)
 
 
 def line(name: str, value: object, step: int = 0) -> str:

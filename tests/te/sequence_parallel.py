@@ -15,7 +15,7 @@ from transformer_engine.pytorch.custom_recipes.quantizer_factories import curren
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.storage import FolderStorage
 
 SHOWN = {"input": "X", "weight": "W", "grad_output": "dY"}
 RECIPES = {
@@ -73,7 +73,7 @@ def reported(rank: int, world: int, recipe: str, kind: str, folder: Path) -> dic
     monitor.close()
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True)), "the run was disturbed"
     torch.distributed.barrier()  # the other rank's tensors are written
-    return compared(rank, model, casts, Storage(folder))
+    return compared(rank, model, casts, FolderStorage(folder))
 
 
 def run(model: Any, recipe: str, kind: str, step: int, rank: int, world: int) -> list[torch.Tensor]:
@@ -88,7 +88,7 @@ def run(model: Any, recipe: str, kind: str, step: int, rank: int, world: int) ->
     return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]  # type: ignore[list-item]
 
 
-def compared(rank: int, model: Any, casts: list[Any], place: Storage) -> dict[str, Any]:
+def compared(rank: int, model: Any, casts: list[Any], place: FolderStorage) -> dict[str, Any]:
     sources, of_others, wrong = Counter[str](), Counter[str](), []
     for _, step, of_rank, name in dumped_files(place):
         if of_rank != rank:

@@ -16,10 +16,14 @@ import yaml
 from processes import finished, found_in
 from recommendations import BF16, CURRENT, recommendation, run
 
-from nemo_fp8_debug.analysis.recommendation.recommend import BF16Ends
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import flags_of, make_global_options, make_module_recipes
-from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import make_quantizers
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.recommendation.recommend import BF16EndBlocks
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import (
+    flags_of,
+    make_global_options_snippet,
+    make_module_recipes_snippet,
+)
+from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import make_quantizer_snippets
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.record.schema import SCHEMAS
 
 HERE = Path(__file__).parent
@@ -44,8 +48,10 @@ def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_pa
         (RESCALED, "weight"): CURRENT,
         (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16],
     }
-    modules = make_module_recipes(recommendation(run(), ways))
-    options = make_global_options(recommendation(run(), {(RESCALED, "weight"): CURRENT}, BF16Ends(0, 1, 2, None)))
+    modules = make_module_recipes_snippet(recommendation(run(), ways))
+    options = make_global_options_snippet(
+        recommendation(run(), {(RESCALED, "weight"): CURRENT}, BF16EndBlocks(0, 1, 2, None))
+    )
     assert modules and options
     values = yaml.safe_load(options.text)
     assert len(values) == 5
@@ -78,16 +84,16 @@ def quantizers_of(folder: Path) -> Path:
         for role, fmt in (("input", "e4m3"), ("weight", "e4m3"), ("grad_output", "e5m2"))
     ]
     of_run = replace(
-        run(), metrics=Metrics.from_rows(pl.DataFrame(rows, SCHEMAS["metrics"]).with_columns(step=pl.lit(0, pl.Int64)))
+        run(), metrics=MetricsTable.from_rows(pl.DataFrame(rows, SCHEMAS["metrics"]).with_columns(step=pl.lit(0, pl.Int64)))
     )
     older = replace(of_run, fingerprint={"versions": {"transformer-engine": "2.4.0", "megatron-core": "0.16.0"}})
-    older_files, _ = make_quantizers(recommendation(older, {(LEAVES, "input"): BF16}), for_megatron=True)
+    older_files, _ = make_quantizer_snippets(recommendation(older, {(LEAVES, "input"): BF16}), for_megatron=True)
     assert [file.coarser[0].partition(". Until")[0] for file in older_files] == [
         "The run has transformer-engine 2.4.0, but te_quantizers.py needs 2.19 or later",
         "The run has megatron-core 0.16.0, but megatron_operands.yaml needs 0.17 or later",
     ]
     ways = {(LEAVES, "grad_output"): BF16, (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16]}
-    (factory, modules), _ = make_quantizers(recommendation(of_run, ways), for_megatron=True)
+    (factory, modules), _ = make_quantizer_snippets(recommendation(of_run, ways), for_megatron=True)
     for snippet in (factory, modules):
         (folder / snippet.name).write_text(snippet.text)
     with pytest.raises(ImportError, match=r"needs Transformer Engine 2\.19 or later"):  # this process has none

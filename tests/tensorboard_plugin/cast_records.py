@@ -78,7 +78,7 @@ def record(folder: Path, recipe: str | None, spikes: bool, steps: int = STEPS, l
     """Train and record; float32 throughout where no recipe is named."""
     torch.manual_seed(0)
     model = Layers() if recipe is None else Layers().bfloat16()
-    emulation = Emulation.of_gemms(find_gemms([model]), parse_recipe(recipe or "current"))
+    emulation = Emulation.from_gemms(find_gemms([model]), parse_recipe(recipe or "current"))
     if recipe:
         emulation.attach()
     watched = {"interval": EVERY, "layers": layers, "triggers": ["loss_spike"], "trigger_steps": 1}

@@ -11,12 +11,12 @@ import torch
 from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
 from nemo_fp8_debug.numerics.metrics import (
-    Moments,
     QuantizationSums,
+    ValueMoments,
+    compute_histogram_moments,
     compute_metrics,
     merge_moments,
-    moments,
-    quantization_sums,
+    quantization_sums_of_histograms,
 )
 from nemo_fp8_debug.numerics.tensor_scaling import compute_scale
 
@@ -48,9 +48,9 @@ def all_by_numerics(questions: Sequence[Question]) -> list[dict[str, float]]:
     formats = [fmt for rows, _, fmt in questions for _ in rows]
     ends = torch.tensor([0] + [len(rows) for rows, _, _ in questions]).cumsum(0).tolist()
     mine = [slice(*ends) for ends in pairwise(ends)]
-    of_rows, sums_of_rows = moments(batch), quantization_sums(batch, scale, formats)
-    known = Moments.concat([merge_moments(of_rows.rows(storage)) for storage in mine])
-    sums = QuantizationSums.concat([sums_of_rows.rows(storage).total() for storage in mine])
+    of_rows, sums_of_rows = compute_histogram_moments(batch), quantization_sums_of_histograms(batch, scale, formats)
+    known = ValueMoments.concat([merge_moments(of_rows.rows(storage)) for storage in mine])
+    sums = QuantizationSums.concat([sums_of_rows.rows(storage).sum_rows() for storage in mine])
     limits = torch.tensor([fmt.max for _, _, fmt in questions], dtype=torch.float32)
     current = compute_scale(known.amax.float(), limits)
     columns = compute_metrics(known, sums, current, current)

@@ -15,8 +15,8 @@ from samples import FINGERPRINT, measured_sample, sample
 from tensorboard.backend.application import TensorBoardWSGIApp
 from werkzeug.test import Client, TestResponse
 
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.writer import RunRecordWriter
 from nemo_fp8_debug.tensorboard_plugin import FP8Plugin
 
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
@@ -67,8 +67,8 @@ def _no_constant(name: str) -> None:
     raise AssertionError(f"{name} is not valid JSON")
 
 
-def start(folder: Path, **more: Any) -> RunRecord:
-    record = RunRecord(folder)
+def start(folder: Path, **more: Any) -> RunRecordWriter:
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT | more)
     return record
 
@@ -108,7 +108,7 @@ def write_counted_run(folder: Path) -> Path:
 
 
 def expected_frames(run: Path, metric: str, first: int, last: int) -> dict[tuple[int, str, str], np.float32]:
-    rows = read_table(run, "metrics").filter(pl.col("step").is_between(first, last))
+    rows = read_table_rows(run, "metrics").filter(pl.col("step").is_between(first, last))
     column = pl.col("nan") + pl.col("inf") if metric == "nonfinite" else pl.col(metric)
     with np.errstate(over="ignore"):
         return {

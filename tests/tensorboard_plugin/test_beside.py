@@ -18,7 +18,7 @@ from tab import FC1, start
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 OTHERS = [f"other-{i}" for i in range(7)]
 STEPS = 20
@@ -65,7 +65,7 @@ def taken_away(page: Page) -> dict[str, list[tuple[float, float]]]:
 
 
 def recorded(run: Path) -> list[tuple[float, float]]:
-    losses, metrics = read_table(run, "steps", ["step", "loss"]), read_table(run, "metrics", ["step", "amax"])
+    losses, metrics = read_table_rows(run, "steps", ["step", "loss"]), read_table_rows(run, "metrics", ["step", "amax"])
     return losses.join(metrics, on="step").sort("step").select("loss", "amax").rows()
 
 

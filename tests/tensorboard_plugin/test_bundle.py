@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nemo_fp8_debug
-from nemo_fp8_debug.core.text import format_number, format_power
+from nemo_fp8_debug.core.text import format_number, format_power_of_two
 
 PLUGIN = Path(nemo_fp8_debug.__file__).parent / "tensorboard_plugin"
 BUNDLE = PLUGIN / "static" / "page.js"
@@ -52,4 +52,4 @@ console.log(JSON.stringify([[3, 4, 5].map((digits) => values.map((value) => numb
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     numbers, factors = json.loads(done.stdout)
     assert numbers == [[format_number(value, signed=True, digits=n) for value in values] for n in (3, 4, 5)]
-    assert factors == [format_power(exponent) for exponent in exponents]
+    assert factors == [format_power_of_two(exponent) for exponent in exponents]

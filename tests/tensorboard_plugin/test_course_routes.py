@@ -13,7 +13,7 @@ import pytest
 from samples import sample
 from tab import Tab, start, unpacked_flat
 
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 from nemo_fp8_debug.tensorboard_plugin.records.metadata import find_worse_sign, order_layers
 
 LAYERS = ["layers.0.linear_proj", "layers.0.linear_qkv", "layers.1.linear_proj", "layers.1.linear_qkv"]
@@ -33,7 +33,7 @@ def test_a_course_has_the_worst_of_each_stretch(
     two_runs: Path, tab: Tab, columns: int, bounds: dict[str, int], metric: str
 ) -> None:
     header, values = asked(tab, "course", run="odd", metric=metric, columns=columns, **bounds)
-    rows = read_table(two_runs / "odd/fp8_debug", "metrics").with_columns(nonfinite=pl.col("nan") + pl.col("inf"))
+    rows = read_table_rows(two_runs / "odd/fp8_debug", "metrics").with_columns(nonfinite=pl.col("nan") + pl.col("inf"))
     begin, end = bounds.get("from_", 0), bounds.get("to", 700)
     rows = rows.filter(pl.col("step").is_between(begin, end))
     assert len(header["first"]) <= columns and header["from"] == begin
@@ -45,7 +45,7 @@ def test_a_course_has_the_worst_of_each_stretch(
         [s for s in steps if first <= s <= last] for first, last in zip(header["first"], header["last"], strict=True)
     ]
     assert sum(header["samples"]) == len(steps)
-    sampled = read_table(two_runs / "odd/fp8_debug", "metrics")["step"].unique().sort()
+    sampled = read_table_rows(two_runs / "odd/fp8_debug", "metrics")["step"].unique().sort()
     assert header["warm_up"] == sampled[math.ceil(len(sampled) / 10) - 1]  # of the run, whatever is looked at
     worse = find_worse_sign(metric)
     badness = {1: float, -1: lambda v: -v, None: abs}[worse]

@@ -18,7 +18,7 @@ from playwright.sync_api import Page, expect
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.numerics.formats import FORMATS
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 STEP = 20
 Shown = Callable[..., Page]
@@ -37,7 +37,7 @@ def shown(casts_shown: Shown) -> Shown:
 
 
 def recorded(run: Path, table: str, layer: str = "first", role: str = "input", step: int = STEP) -> list[Row]:
-    return read_table(find_run(run), table, where={"step": step, "layer": layer, "role": role}).to_dicts()
+    return read_table_rows(find_record(run), table, where={"step": step, "layer": layer, "role": role}).to_dicts()
 
 
 def metrics_shown(page: Page, of: str) -> dict[str, float | None]:

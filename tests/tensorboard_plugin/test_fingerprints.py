@@ -10,8 +10,8 @@ from playwright.sync_api import Page, expect
 from shown import cells, said, table, taken_away
 from verdict_records import HOSTILE
 
-from nemo_fp8_debug.analysis.runs.settings import list_differences
-from nemo_fp8_debug.record.reader import find_run, read_fingerprint
+from nemo_fp8_debug.analysis.runs.settings import list_setting_differences
+from nemo_fp8_debug.record.reader import find_record, read_fingerprint
 
 Open = Callable[..., Page]
 STATE = {"view": "fingerprints", "run": "bad", "baseline": "baseline", "reference": "reference"}
@@ -61,9 +61,9 @@ def test_a_search_finds_settings_and_values(frame: Open) -> None:
 def test_one_run_alone_shows_its_fingerprint_as_text(frame: Open, logdir: Path) -> None:
     page = frame(view="fingerprints", run=HOSTILE, baseline="", reference="")
     settings = table(page, "settings")
-    fingerprint = read_fingerprint(find_run(logdir / HOSTILE))
+    fingerprint = read_fingerprint(find_record(logdir / HOSTILE))
     assert fingerprint["model"]["class"] == HOSTILE
-    expected = list_differences({}, fingerprint).sort("setting").select("setting", "run").rows()
+    expected = list_setting_differences({}, fingerprint).sort("setting").select("setting", "run").rows()
     assert sorted((row[0], row[1]) for row in cells(settings)) == expected
     assert page.locator("[data-picker=differs]").count() == 0
     assert page.locator("#view img").count() == 0 and not page.evaluate("window.hacked")

@@ -19,10 +19,10 @@ from samples import sample
 from tab import FC1, FC2, Tab, start, write_counted_run
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
+from nemo_fp8_debug.analysis.diagnosis.ranking import rank_tensors_by_harm
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.analysis.story.summary import to_json
+from nemo_fp8_debug.analysis.story.summary import serialize_comparison
 from nemo_fp8_debug.errors import capture_warnings
 from nemo_fp8_debug.tensorboard_plugin.jobs import analyses, job_queue
 
@@ -78,7 +78,7 @@ def test_what_a_child_knows_so_far_is_answered_while_it_works(logdir: Path) -> N
     what = {"kind": "verdict", "run": str(logdir / "bad"), "baseline": str(logdir / "baseline"), "reference": None}
 
     def is_done() -> bool:
-        answer = mine.ask(what | {"by": "step"}, "1")
+        answer = mine.get_or_start_job(what | {"by": "step"}, "1")
         seen.append(answer)
         return bool(answer["state"] != "working")
 
@@ -88,7 +88,7 @@ def test_what_a_child_knows_so_far_is_answered_while_it_works(logdir: Path) -> N
     assert seen[-1]["state"] == "done" and "diagnosis" in known  # torch takes longer to import than it takes to ask
     order = ["loss", "comparison", "diagnosis"]
     assert known == sorted(known, key=order.index)
-    mine.stop()
+    mine.stop_all_jobs()
 
 
 def waited(tab: Tab, route: str, **parameters: Any) -> Any:
@@ -107,9 +107,13 @@ def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
     found = diagnose(logdir / "bad", logdir / "baseline")
     assert answer["state"] == "done", answer
     assert answer["result"]["diagnosis"] == plain(found.to_json())
-    comparison, ranks = answer["result"]["comparison"], harm_ranks(found)
-    assert found.comparison and comparison | {"tensors": None} == plain(to_json(found.comparison)) | {"tensors": None}
-    rows = [row | {"harm_rank": ranks[row["layer"], row["role"]]} for row in to_json(found.comparison)["tensors"]]
+    comparison, ranks = answer["result"]["comparison"], rank_tensors_by_harm(found)
+    assert found.comparison and comparison | {"tensors": None} == plain(serialize_comparison(found.comparison)) | {
+        "tensors": None
+    }
+    rows = [
+        row | {"harm_rank": ranks[row["layer"], row["role"]]} for row in serialize_comparison(found.comparison)["tensors"]
+    ]
     assert comparison["tensors"] == plain(sorted(rows, key=lambda row: row["harm_rank"]))
     assert answer["result"]["story"] == plain(story(found))
     assert answer["result"]["recommendation"]["plan"] == plain(found.recommend().to_json())["plan"]
@@ -152,8 +156,8 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
 def asked(logdir: Path) -> Iterator[tuple[job_queue.JobQueue, Callable[[], dict[str, Any]]]]:
     mine = job_queue.JobQueue()
     what = {"kind": "what_if", "run": str(logdir / "counted"), "step": 0, "recipe": "current"}
-    yield mine, lambda: mine.ask(what, "1")
-    mine.stop()
+    yield mine, lambda: mine.get_or_start_job(what, "1")
+    mine.stop_all_jobs()
 
 
 def the_child(mine: job_queue.JobQueue) -> subprocess.Popen[bytes]:
@@ -190,10 +194,10 @@ def test_one_child_at_a_time(asked: Any, logdir: Path) -> None:
     mine, ask = asked
     ask()
     first = the_child(mine)
-    assert mine.ask({"kind": "what_if", "run": "other"}, "1")["state"] == "working"
+    assert mine.get_or_start_job({"kind": "what_if", "run": "other"}, "1")["state"] == "working"
     time.sleep(0.3)
     assert mine._child is first
-    answers = [mine.ask({"kind": "what_if", "run": str(i)}, "1") for i in range(30)]
+    answers = [mine.get_or_start_job({"kind": "what_if", "run": str(i)}, "1") for i in range(30)]
     assert answers[0]["state"] == "working" and "try again" in answers[-1]["error"]
 
 
@@ -202,7 +206,7 @@ def test_jobs_that_nobody_asks_about_any_more_make_room(asked: Any, monkeypatch:
     ask()
     the_child(mine)
     monkeypatch.setattr(job_queue, "_UNASKED", 0.0)
-    assert all(mine.ask({"kind": "what_if", "run": str(i)}, "1")["state"] == "working" for i in range(50))
+    assert all(mine.get_or_start_job({"kind": "what_if", "run": str(i)}, "1")["state"] == "working" for i in range(50))
     assert len(mine._jobs) <= 17 and ask()["state"] == "working"
 
 
@@ -258,7 +262,7 @@ def test_a_child_ends_with_tensorboard(logdir: Path) -> None:
     code = (
         "import sys, time; from nemo_fp8_debug.tensorboard_plugin.jobs.job_queue import JobQueue\n"
         "question = {'kind': 'verdict', 'run': sys.argv[1], 'baseline': None, 'reference': None, 'by': 'step'}\n"
-        "jobs = JobQueue(); jobs.ask(question, '')\n"
+        "jobs = JobQueue(); jobs.get_or_start_job(question, '')\n"
         "while jobs._child is None: time.sleep(0.01)\n"
         "print(jobs._child.pid, flush=True); time.sleep(60)"
     )

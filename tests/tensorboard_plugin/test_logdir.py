@@ -17,8 +17,8 @@ from samples import sample
 from tab import Tab, start
 
 from nemo_fp8_debug import RecordError
-from nemo_fp8_debug.record.reader import find_run, read_table
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
+from nemo_fp8_debug.record.storage import FolderStorage
 from nemo_fp8_debug.tensorboard_plugin.records import logdir as logdir_module
 
 
@@ -120,9 +120,9 @@ def test_commands_follow_a_link_that_is_named_and_no_other(tmp_path: Path) -> No
     links = tmp_path / "links"
     links.mkdir()
     (links / "linked").symlink_to(tmp_path / "outside")
-    assert len(read_table(find_run(links / "linked"), "steps")) == 1
+    assert len(read_table_rows(find_record(links / "linked"), "steps")) == 1
     with pytest.raises(RecordError, match=re.escape(f"Links in it are not followed: name {links}/linked itself")):
-        find_run(links)
+        find_record(links)
 
 
 @pytest.mark.parametrize("what", ["attempt-0.json", "metrics", "a part"])
@@ -137,10 +137,10 @@ def test_a_record_with_a_link_out_of_the_logdir_is_not_read(tmp_path: Path, what
     assert names(tab) == [] and "link out of the logdir" in refused(tab)["run"]
     for named in (run, logdir):  # commands treat links as the tab does
         with pytest.raises(RecordError, match=f"of the record {run} is a link out of {named}; replace the link"):
-            find_run(named)
+            find_record(named)
     link = tmp_path / "link"
     link.symlink_to(secret)
-    assert find_run(link) == Storage(link)
+    assert find_record(link) == FolderStorage(link)
     assert tab.error("frames", run="run", metric="mse", from_=0, to=9)[0] == 404
 
 
@@ -225,15 +225,15 @@ def test_a_logdir_of_many_files_does_not_stall_a_request(tmp_path: Path, monkeyp
     """The look goes on in the background: here it hangs until requests were answered."""
     write_run(tmp_path / "a")
     write_run(tmp_path / "b/hangs")
-    listed, answered = Storage.entries, threading.Event()
+    listed, answered = FolderStorage.list_entries, threading.Event()
 
-    def slow(self: Storage, folder: str = "") -> Any:
+    def slow(self: FolderStorage, folder: str = "") -> Any:
         if folder == "b":
             assert answered.wait(GUARD)
         return listed(self, folder)
 
     monkeypatch.setattr(logdir_module, "_FIRST", 0.1)
-    monkeypatch.setattr(Storage, "entries", slow)
+    monkeypatch.setattr(FolderStorage, "list_entries", slow)
     tab = Tab(tmp_path)
     wait_until(lambda: names(tab) == ["a"])
     answered.set()

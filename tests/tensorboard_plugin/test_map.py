@@ -13,8 +13,8 @@ from browser import tensorboard, window
 from playwright.sync_api import Browser, FrameLocator, Page, expect
 from samples import FINGERPRINT, sample
 
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.writer import RunRecordWriter
 from nemo_fp8_debug.tensorboard_plugin.web import link
 
 HOSTILE = "decoder.layers.0.<img src=x onerror='top.hacked=1'>"
@@ -23,8 +23,8 @@ CULPRIT = LAYERS[3]
 STEPS = range(0, 800, 10)
 
 
-def write(folder: Path, steps: range = STEPS, harmed: bool = False, more: tuple[str, ...] = ()) -> RunRecord:
-    record = RunRecord(folder)
+def write(folder: Path, steps: range = STEPS, harmed: bool = False, more: tuple[str, ...] = ()) -> RunRecordWriter:
+    record = RunRecordWriter(folder)
     record.open(FINGERPRINT)
     for step in steps:
         rows = [
@@ -89,7 +89,7 @@ def in_address(page: Page, state: str) -> None:
 def test_the_worst_cell_is_the_worst_of_the_record(page: Page, board: str, logdir: Path) -> None:
     tab = opened(page, board, run="bad", baseline="baseline", step=555, view="map", color="all")
     at_step(tab, 550)
-    rows = read_table(logdir / "bad" / "fp8_debug", "metrics", where={"step": 550})
+    rows = read_table_rows(logdir / "bad" / "fp8_debug", "metrics", where={"step": 550})
     worst = rows.sort("underflow_pct").tail(1)
     assert values_of(tab, "run") == (*worst.select("layer", "role").row(0), pytest.approx(40.0))
     assert values_of(tab, "difference") == (CULPRIT, "input", pytest.approx(39.95))
@@ -111,7 +111,9 @@ def test_colors_stand_for_the_changes_that_count(page: Page, board: str, logdir:
     expect(tab.locator(".legend").first).to_contain_text("The warm-up, the first tenth of the samples, is left out")
     expect(tab.get_by_role("button", name="Automatic limits")).to_have_count(0)
     found = tab.get_by_label("Upper limit of the colors").get_attribute("aria-valuetext")
-    later = [read_table(logdir / name / "fp8_debug", "metrics").filter(pl.col("step") >= 80) for name in ("bad", "baseline")]
+    later = [
+        read_table_rows(logdir / name / "fp8_debug", "metrics").filter(pl.col("step") >= 80) for name in ("bad", "baseline")
+    ]
     highest = max(rows["underflow_pct"].quantile(0.99, "lower") for rows in later)
     assert found and float(found) == pytest.approx(highest, rel=0.02)
 
@@ -196,7 +198,7 @@ def test_course_says_since_when(page: Page, board: str, logdir: Path, tmp_path: 
     download.value.save_as(tmp_path / "course.csv")
     with (tmp_path / "course.csv").open() as file:
         head, *rows = csv.reader(file)
-    recorded = read_table(logdir / "bad" / "fp8_debug", "metrics", ["step", "layer", "role", "underflow_pct"])
+    recorded = read_table_rows(logdir / "bad" / "fp8_debug", "metrics", ["step", "layer", "role", "underflow_pct"])
     found = {
         (layer, role, int(step[5:])): float(v)
         for layer, role, *values in rows
@@ -258,7 +260,7 @@ def test_the_csv_of_a_map_is_the_record(page: Page, board: str, logdir: Path, tm
     download.value.save_as(tmp_path / "map.csv")
     with (tmp_path / "map.csv").open() as file:
         head, *rows = csv.reader(file)
-    recorded = read_table(logdir / "bad" / "fp8_debug", "metrics", ["layer", "role", "underflow_pct"], {"step": 500})
+    recorded = read_table_rows(logdir / "bad" / "fp8_debug", "metrics", ["layer", "role", "underflow_pct"], {"step": 500})
     assert head[:2] == ["layer", "role"]
     assert {(layer, role): float(value) for layer, role, value in rows} == {
         (layer, role): pytest.approx(value, rel=1e-6) for layer, role, value in recorded.iter_rows()
@@ -293,7 +295,7 @@ def test_without_a_record_it_says_how_to_get_one(page: Page, tmp_path: Path) -> 
 
 
 def test_a_run_without_a_sample_says_what_is_awaited(page: Page, tmp_path: Path) -> None:
-    record = RunRecord(tmp_path / "begun")
+    record = RunRecordWriter(tmp_path / "begun")
     record.open(FINGERPRINT)
     with tensorboard("--logdir", tmp_path) as address:
         tab = opened(page, address)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from verdict_records import CULPRIT
 
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 PARTS = ("baseline", "bad", "reference")
 
@@ -67,7 +67,7 @@ def diagnosis(logdir: Path) -> Any:
 
 
 def recorded(logdir: Path, run: str, role: str, layer: str, metric: str) -> dict[int, float]:
-    rows = read_table(logdir / run, "metrics").filter(pl.col("layer") == layer, pl.col("role") == role)
+    rows = read_table_rows(logdir / run, "metrics").filter(pl.col("layer") == layer, pl.col("role") == role)
     rows = rows.filter(pl.col("scale_source") != "what-if")
     return dict(rows.select("step", metric).iter_rows())
 

@@ -16,16 +16,21 @@ from tab import FC1, FC2, Tab, expected_frames, start, unpacked
 
 import nemo_fp8_debug
 from nemo_fp8_debug.tensorboard_plugin.page.contents import (
-    PackedAnswers,
+    CompressedAnswers,
     PageContents,
     RouteClient,
-    encode_script,
+    encode_json_for_script,
     name_answer,
 )
-from nemo_fp8_debug.tensorboard_plugin.page.report import ReportSubject, build_report
+from nemo_fp8_debug.tensorboard_plugin.page.report import ReportRecords, build_report
 from nemo_fp8_debug.tensorboard_plugin.page.server import render_page
-from nemo_fp8_debug.tensorboard_plugin.records.logdir import Root, name_roots, name_runs
-from nemo_fp8_debug.tensorboard_plugin.records.thinning import join_frames, shorten_verdict, spread_steps, thin_columns
+from nemo_fp8_debug.tensorboard_plugin.records.logdir import LogdirRoot, name_roots, name_runs
+from nemo_fp8_debug.tensorboard_plugin.records.thinning import (
+    choose_evenly_spread_steps,
+    join_metrics_at_steps,
+    shorten_verdict,
+    thin_columns,
+)
 
 SOURCES = Path(nemo_fp8_debug.__file__).parent / "tensorboard_plugin" / "frontend" / "src" / "sources"
 ODD = ["plain", "a b/c", "<img src=x>", "ü☃𝄞", "100%", "a=b&c?d#e", "!'()*~-_.", '"\\\n']
@@ -43,12 +48,12 @@ def test_answers_have_the_same_names_in_python_and_in_the_page() -> None:
 
 
 def test_what_is_held_can_stand_in_a_script() -> None:
-    held = PackedAnswers()
-    size = held.put("a?b=<c>", {"text": "</script><!--\u2028"})
+    held = CompressedAnswers()
+    size = held.add_answer("a?b=<c>", {"text": "</script><!--\u2028"})
     ((name, text),) = held
     assert size == held.size == len(text)
     assert json.loads(gzip.decompress(b64decode(text))) == {"text": "</script><!--\u2028"}
-    script = encode_script({name: "</script>\u2028"})
+    script = encode_json_for_script({name: "</script>\u2028"})
     assert "<" not in script and "\u2028" not in script and json.loads(script) == {name: "</script>\u2028"}
     assert "<title>&lt;b&gt;</title>" in render_page("<b>", "")
 
@@ -60,18 +65,18 @@ def test_runs_are_called_by_as_much_of_their_place_as_it_takes(tmp_path: Path) -
         folder.mkdir(parents=True)
         (folder / "attempt-0.json").write_text("{}")
     above, one, two = (str(tmp_path / name) for name in ("", "one", "two"))
-    assert name_roots([above]) == [Root("", above)]
-    assert name_roots([one]) == [Root("one", one)] and name_roots([two]) == [Root("two", two)]
+    assert name_roots([above]) == [LogdirRoot("", above)]
+    assert name_roots([one]) == [LogdirRoot("one", one)] and name_roots([two]) == [LogdirRoot("two", two)]
     assert [root.name for root in name_roots([one, two])] == ["one", "two"]
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 64])
 def test_steps_are_spread_with_those_that_matter_among_them(most: int) -> None:
     steps = list(range(0, 1000, 10))
-    found = spread_steps(steps, most, [433, None])
+    found = choose_evenly_spread_steps(steps, most, [433, None])
     assert len(found) <= most and found == sorted(set(found)) and 430 in found and set(found) <= set(steps)
     assert most < 3 or {0, 990} <= set(found)
-    assert spread_steps(steps, 100, [433]) == steps
+    assert choose_evenly_spread_steps(steps, 100, [433]) == steps
 
 
 def test_of_long_columns_the_extremes_stay() -> None:
@@ -94,7 +99,7 @@ def test_what_is_left_out_of_a_verdict_is_said() -> None:
 def test_maps_at_single_steps_are_joined_to_what_the_record_has(two_runs: Path, tab: Tab) -> None:
     steps, run = [0, 50, 340, 600, 700], two_runs / "odd" / "fp8_debug"
     single = [tab.get("frames", run="odd", metric="mse", from_=step, to=step).data for step in steps]
-    header, values = unpacked(join_frames(single))
+    header, values = unpacked(join_metrics_at_steps(single))
     assert header["steps"] == steps
     expected = {key: value for step in steps for key, value in expected_frames(run, "mse", step, step).items()}
     tensors = list(zip(header["layer"], header["role"], strict=True))
@@ -108,9 +113,12 @@ def test_maps_at_single_steps_are_joined_to_what_the_record_has(two_runs: Path, 
 
 
 def test_what_is_put_into_a_page_is_what_the_routes_answer(two_runs: Path, tab: Tab) -> None:
-    contents = PageContents(RouteClient([Root("", str(two_runs))]))
-    assert contents.add_timeline("counted", FC1, "input") == 3 and contents.add_timeline("counted", FC1, "grad_output") == 0
-    assert contents.add_histograms("counted", FC2, "input", [0, 19]) and not contents.add_histograms(
+    contents = PageContents(RouteClient([LogdirRoot("", str(two_runs))]))
+    assert (
+        contents.add_tensor_timeline("counted", FC1, "input") == 3
+        and contents.add_tensor_timeline("counted", FC1, "grad_output") == 0
+    )
+    assert contents.add_tensor_histograms("counted", FC2, "input", [0, 19]) and not contents.add_tensor_histograms(
         "odd", FC1, "input", [0]
     )
     contents.add_route_answers(run="odd")
@@ -131,7 +139,7 @@ def test_charts_of_a_report_know_layers_that_were_renamed_by_hand(tmp_path: Path
             record.record(sample(step, [{"layer": layer, "scale_source": "engine", "underflow_pct": underflow}]))
             record.record_steps({step: {"loss": 2.0 + underflow}})
         record.close()
-    page = build_report(ReportSubject(str(tmp_path / "baseline"), [str(tmp_path / "run")], renames=[r"^b\.=a."]))
+    page = build_report(ReportRecords(str(tmp_path / "baseline"), [str(tmp_path / "run")], renames=[r"^b\.=a."]))
     held = json.loads(page.partition("globalThis.fp8DebugPage = ")[2].partition(";</script>")[0])["held"]
     names = json.loads(gzip.decompress(b64decode(held[name_answer("names", run="run", baseline="baseline")])))
     assert names == {"names": {"b.fc": "a.fc"}, "how": "1 layers of the run were renamed as asked."}

@@ -18,7 +18,7 @@ from unlike_runs import CULPRIT, foreign, megatron, write
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 from nemo_fp8_debug.tensorboard_plugin.web import link
 
 SINCE, STEP = 100, 150
@@ -108,7 +108,7 @@ def opened(page: Page, board: str, **state: object) -> None:
 
 def recorded(run: Path, layer: str) -> list[tuple[int, float]]:
     where = {"layer": layer, "role": ROLE}
-    return read_table(run, "metrics", ["step", "underflow_pct"], where).rows()  # type: ignore[return-value]
+    return read_table_rows(run, "metrics", ["step", "underflow_pct"], where).rows()  # type: ignore[return-value]
 
 
 def drawn(page: Page) -> dict[str, list[tuple[int, float]]]:

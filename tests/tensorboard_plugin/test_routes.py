@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from samples import sample
 from tab import FC1, FC2, Tab, expected_frames, start
 
-from nemo_fp8_debug.analysis.comparison.drift import locate_tensors
+from nemo_fp8_debug.analysis.comparison.drift import add_kind_and_depth_columns
 from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.numerics.formats import FORMATS
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.tensorboard_plugin.records.metadata import NUMBERS
 from nemo_fp8_debug.tensorboard_plugin.records.thinning import thin_series
@@ -43,7 +43,7 @@ def test_frames_are_the_record(two_runs: Path, tab: Tab, metric: str, first: int
 def test_frames_say_where_each_tensor_is(tab: Tab) -> None:
     """Of tensors that the newest part lacks as well."""
     header, _ = tab.frames(run="odd", metric="mse", from_=0, to=700)
-    expected = locate_tensors(pl.DataFrame({name: header[name] for name in ("layer", "role")}))
+    expected = add_kind_and_depth_columns(pl.DataFrame({name: header[name] for name in ("layer", "role")}))
     assert {name: header[name] for name in ("layer", "role", "kind", "depth")} == {
         name: expected[name].to_list() for name in ("layer", "role", "kind", "depth")
     }
@@ -54,7 +54,7 @@ def test_frames_say_where_each_tensor_is(tab: Tab) -> None:
 @pytest.mark.parametrize("run", ["odd", "counted"])
 @pytest.mark.parametrize("metric", ["mse", "underflow_pct", "cosine", "kurtosis", "amax", "nonfinite", "scale", "experts"])
 def test_an_extent_is_that_of_all_steps(two_runs: Path, tab: Tab, run: str, metric: str) -> None:
-    rows = read_table(two_runs / run / "fp8_debug", "metrics")
+    rows = read_table_rows(two_runs / run / "fp8_debug", "metrics")
     column = rows["nan"] + rows["inf"] if metric == "nonfinite" else rows[metric]
     values = [float(value) for value in column if value is not None and math.isfinite(value)]
     above = [value for value in values if value > 0]
@@ -86,7 +86,7 @@ def test_percentiles_and_sizes_are_those_of_the_values_behind_the_warm_up(tmp_pa
         record.record(sample(step, [{"layer": f"layers.{i}.fc", metric: float(value)} for i, value in enumerate(values)]))
     record.close()
     found = Tab(tmp_path).json("extent", run="run", metric=metric)
-    later = np.sort(read_table(tmp_path / "run", "metrics").filter(pl.col("step") > 6)[metric].to_numpy())
+    later = np.sort(read_table_rows(tmp_path / "run", "metrics").filter(pl.col("step") > 6)[metric].to_numpy())
     assert found["warm_up"] == 6
     expected = np.quantile(later, [0.01, 0.5, 0.99], method="inverted_cdf")
     assert found["percentiles"] == pytest.approx(expected.tolist(), rel=2**-8)
@@ -99,8 +99,10 @@ def test_percentiles_and_sizes_are_those_of_the_values_behind_the_warm_up(tmp_pa
 
 def test_a_run_is_described(two_runs: Path, tab: Tab) -> None:
     about = tab.json("run", run="counted")
-    rows = read_table(two_runs / "counted/fp8_debug", "metrics")
-    tensors = locate_tensors(rows.filter(pl.col("step") == 20).select("layer", "role"))  # in order of execution already
+    rows = read_table_rows(two_runs / "counted/fp8_debug", "metrics")
+    tensors = add_kind_and_depth_columns(
+        rows.filter(pl.col("step") == 20).select("layer", "role")
+    )  # in order of execution already
     assert about["run"] == "counted" and about["steps"] == [0, 10, 20] and about["notes"] == [NOT_QUANTIZED]
     assert about["tensors"] == {name: tensors[name].to_list() for name in ("layer", "role", "kind", "depth")}
     assert "started 2 times" in tab.json("run", run="odd")["notes"][0]
@@ -113,13 +115,13 @@ def test_a_layer_of_a_number_beyond_all_layers_has_no_depth(tmp_path: Path) -> N
     record.close()
     tensors = Tab(tmp_path).json("run", run=".")["tensors"]
     assert (tensors["layer"], tensors["kind"], tensors["depth"]) == ([layer], ["fc1"], [None])
-    assert locate_tensors(pl.DataFrame({"layer": [layer]}))["depth"].to_list() == [None]
+    assert add_kind_and_depth_columns(pl.DataFrame({"layer": [layer]}))["depth"].to_list() == [None]
 
 
 def test_a_timeline_is_the_record(two_runs: Path, tab: Tab) -> None:
     metrics = ["mse", "underflow_pct", "amax", "nonfinite"]
     found = tab.json("timeline", run="odd", layer=FC1, role="input", metrics=",".join(metrics))
-    rows = read_table(two_runs / "odd/fp8_debug", "metrics").filter(layer=FC1, role="input").sort("step")
+    rows = read_table_rows(two_runs / "odd/fp8_debug", "metrics").filter(layer=FC1, role="input").sort("step")
     rows = rows.with_columns(nonfinite=pl.col("nan") + pl.col("inf"))
     assert found["step"] == rows["step"].to_list() and len(found["step"]) == 58
     assert found["metrics"] == {name: rows[name].to_list() for name in metrics}
@@ -136,8 +138,8 @@ def test_a_histogram_is_the_record(two_runs: Path, tab: Tab, asked: int, nearest
     where = {"step": nearest, "layer": FC1, "role": "input"}
     names = ["recipe", "format", "dtype", "rounded", "scale", "bins", "counts"]
     assert found["step"] == nearest
-    assert found["rows"] == read_table(run, "histograms", where=where).select(names).to_dicts()
-    assert found["recorded"] == read_table(run, "metrics", where=where).to_dicts()[0]
+    assert found["rows"] == read_table_rows(run, "histograms", where=where).select(names).to_dicts()
+    assert found["recorded"] == read_table_rows(run, "metrics", where=where).to_dicts()[0]
     assert list(found["recorded"]) == list(SCHEMAS["metrics"])
 
 
@@ -152,7 +154,7 @@ def test_other_recipes_are_the_record(tmp_path: Path) -> None:
     record = start(tmp_path / "run")
     for step in (0, 10):
         used = sample(step, [{"mse": 1.0 + step}, {"layer": FC2, "mse": None}])
-        what_if = sample(step, [{"recipe": "mxfp8-e4m3", "mse": 0.5 + step}]).columns
+        what_if = sample(step, [{"recipe": "mxfp8-e4m3", "mse": 0.5 + step}]).operand_columns
         record.record(used.__class__(step, {**used.tables, "what_if": what_if}, {}))
     record.close()
     found = Tab(tmp_path).json("others", run="run", step=11)
@@ -169,7 +171,7 @@ def test_other_recipes_are_those_of_the_attempt_that_is_shown(tmp_path: Path) ->
     for mse, tries in ((1.0, True), (2.0, False)):
         record = start(tmp_path / "run")
         used, what_if = sample(0, [{"mse": mse}]), sample(0, [{"recipe": "mxfp8-e4m3", "mse": 0.5}])
-        record.record(used.__class__(0, {**used.tables, "what_if": what_if.columns if tries else {}}, {}))
+        record.record(used.__class__(0, {**used.tables, "what_if": what_if.operand_columns if tries else {}}, {}))
         record.close()
     rows = Tab(tmp_path).json("others", run="run", step=0)["rows"]
     assert (rows["recipe"], rows["mse"]) == (["delayed-hybrid"], [2.0])

@@ -16,7 +16,7 @@ from samples import sample
 from tab import FC1, FC2, Tab, expected_frames, start
 
 from nemo_fp8_debug.numerics.metric_names import METRICS
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 
 def damage(part: Path, at: float) -> None:
@@ -49,7 +49,7 @@ def test_what_is_damaged_is_left_out_and_told_of(tmp_path: Path, large: Path, at
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             whole = expected_frames(large, metric, 0, 64)
-            there = read_table(run, "metrics", ["step", "layer", "role", metric])
+            there = read_table_rows(run, "metrics", ["step", "layer", "role", metric])
         keys = list(zip(header["layer"], header["role"], strict=True))
         found = {(s, *k): values[i, j] for i, s in enumerate(header["steps"]) for j, k in enumerate(keys)}
         found = {key: value for key, value in found.items() if not np.isnan(value)}

@@ -23,9 +23,9 @@ from verdict_records import HOSTILE
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 from nemo_fp8_debug.tensorboard_plugin import cache, runs_table
-from nemo_fp8_debug.tensorboard_plugin.runs_table import order_by_color
+from nemo_fp8_debug.tensorboard_plugin.runs_table import sort_names_by_color
 
 Open = Callable[..., Page]
 MANY = 50
@@ -72,7 +72,7 @@ def test_rows_of_fifty_runs_tell_recipe_and_loss(tmp_path: Path) -> None:
     told = tab.json("rows")
     assert told["is_complete"] and list(told["rows"]) == [run["name"] for run in tab.json("runs")["runs"]]
     assert len(told["rows"]) == MANY + 1 and "schema version 99" in told["rows"].pop("damaged")["why"]
-    last = read_table(tmp_path / "run-00", "steps")[-1]
+    last = read_table_rows(tmp_path / "run-00", "steps")[-1]
     expected = {"recipe": "delayed-hybrid", "is_quantized": True, "headline": None}
     for name, row in told["rows"].items():
         loss = (
@@ -152,26 +152,26 @@ def test_a_headline_is_that_of_the_verdict_and_is_kept(
 
 def test_what_is_kept_depends_on_all_of_its_key_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_MOST", 3)
-    mine = cache.VerdictCache(tmp_path / "verdicts")
+    mine = cache.VerdictDiskCache(tmp_path / "verdicts")
     for i in range(5):
-        mine.put({"package": "1", "records": [i]}, {"harm": i})
+        mine.store_result({"package": "1", "records": [i]}, {"harm": i})
         os.utime(max((tmp_path / "verdicts").iterdir(), key=lambda path: path.stat().st_mtime_ns), (i, i))
-    assert [mine.get({"package": "1", "records": [i]}) for i in range(5)] == [
+    assert [mine.get_result({"package": "1", "records": [i]}) for i in range(5)] == [
         None,
         None,
         {"harm": 2},
         {"harm": 3},
         {"harm": 4},
     ]
-    assert mine.get({"package": "2", "records": [4]}) is None
+    assert mine.get_result({"package": "2", "records": [4]}) is None
     assert len(list((tmp_path / "verdicts").iterdir())) == 3
 
 
 def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    mine = cache.VerdictCache(tmp_path / "file" / "verdicts")
-    mine.put({"a": 1}, {})
-    assert mine.get({"a": 1}) is None
+    mine = cache.VerdictDiskCache(tmp_path / "file" / "verdicts")
+    mine.store_result({"a": 1}, {})
+    assert mine.get_result({"a": 1}) is None
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     assert cache.find_cache_folder() == Path.home() / ".cache" / "nemo_fp8_debug"
 
@@ -189,8 +189,8 @@ class _Board:
 def test_colors_are_in_the_order_of_tensorboard() -> None:
     board = _Board(late=3.0, none=None, also=None, b__version_0=2.0, early=1.0, foreign=0.0)
     names = ["also", "b", "early", "late", "none", "a-record-alone"]
-    assert order_by_color(names, board) == ["early", "b", "late", "also", "none", "a-record-alone"]
-    assert order_by_color(names, None) == sorted(names)
+    assert sort_names_by_color(names, board) == ["early", "b", "late", "also", "none", "a-record-alone"]
+    assert sort_names_by_color(names, None) == sorted(names)
 
 
 def column(page: Page, of: str) -> list[str]:

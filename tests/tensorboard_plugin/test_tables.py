@@ -17,7 +17,7 @@ from torch import nn
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.core.keys import STATES
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 from nemo_fp8_debug.tensorboard_plugin.web import link
 
 STEPS = 70  # more than are merged at a time
@@ -53,7 +53,7 @@ def tab(trained: Path) -> Tab:
 
 
 def in_use(folder: Path, table: str) -> pl.DataFrame:
-    return read_table(folder / "run", table).filter(pl.col("scale_source").cast(pl.String).ne_missing("what-if"))
+    return read_table_rows(folder / "run", table).filter(pl.col("scale_source").cast(pl.String).ne_missing("what-if"))
 
 
 @pytest.mark.parametrize(

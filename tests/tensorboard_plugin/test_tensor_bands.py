@@ -16,8 +16,8 @@ from tab import Tab
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.comparison.compare import Comparison, compare
-from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE, RunPair, compute_limits
-from nemo_fp8_debug.analysis.runs.metrics import Metrics, select_common
+from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE, AlignedRunSamples, compute_band_limits
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable, select_common_tensors
 from nemo_fp8_debug.record.dump_names import dumped_files
 from nemo_fp8_debug.tensorboard_plugin.records import baseline
 
@@ -26,10 +26,10 @@ def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metri
     """What decides whether a tensor is out: step, found, expected (running median of the baseline), limit (above which it is
     out), at the run's steps."""
     evidence = next(e for e in EVIDENCE if e.metric == metric)
-    rows = (Metrics.from_rows(run.filter(layer=layer, role=role)) for run in (baseline, run))
-    pair = RunPair(*(metrics.grid for metrics in select_common(*rows)))
+    rows = (MetricsTable.from_rows(run.filter(layer=layer, role=role)) for run in (baseline, run))
+    pair = AlignedRunSamples(*(metrics.grid for metrics in select_common_tensors(*rows)))
     expected, found = pair.compute_medians_and_values(metric)
-    limit = compute_limits(evidence, pair)
+    limit = compute_band_limits(evidence, pair)
     columns = {"found": found, "expected": expected, "limit": limit}
     return pl.DataFrame({"step": pair.steps} | {name: values.reshape(-1) for name, values in columns.items()})
 
@@ -104,7 +104,7 @@ def test_the_band_is_what_onsets_are_judged_by(tab: Tab, found: Comparison, laye
     told = answer(tab, layer)["metrics"]
     assert set(told) == {evidence.metric for evidence in EVIDENCE}
     for name, metric in told.items():
-        rows = band(found.baseline.metrics.frame(), found.run.metrics.frame(), layer, "input", name)
+        rows = band(found.baseline.metrics.read_all_rows(), found.run.metrics.read_all_rows(), layer, "input", name)
         assert metric["step"] == rows["step"].to_list()
         assert metric["expected"] == pytest.approx(rows["expected"].to_list())
         assert metric["high"] == pytest.approx(rows["limit"].to_list())
@@ -131,7 +131,7 @@ def test_a_tensor_that_a_run_lacks_is_named(tab: Tab) -> None:
 def test_since_when_the_loss_diverges(tab: Tab, found: Comparison) -> None:
     since = tab.json("divergence", run="bad", baseline="good")["since"]
     assert since == found.divergence_step and since is not None
-    assert tab.json("divergence", run="bad")["since"] == found.run.loss.diverged_at
+    assert tab.json("divergence", run="bad")["since"] == found.run.loss.divergence_step
     assert tab.json("divergence", run="good", baseline="good")["since"] is None
 
 

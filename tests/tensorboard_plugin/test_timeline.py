@@ -26,7 +26,7 @@ from cast_records import (
 )
 from playwright.sync_api import Page, expect
 
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 Shown = Callable[..., Page]
 
@@ -75,10 +75,10 @@ def test_all_values_are_those_of_the_records(shown: Shown, casts: Path) -> None:
     rows = taken_away(shown())
     assert list(rows[0]) == ["run", "step", "loss", "grad_norm", *metrics]
     for name in (DELAYED, "quiet"):
-        run, mine = find_run(casts / name), [row for row in rows if row["run"] == name]
-        losses = read_table(run, "steps", ["step", "loss"])
+        run, mine = find_record(casts / name), [row for row in rows if row["run"] == name]
+        losses = read_table_rows(run, "steps", ["step", "loss"])
         assert [(row["step"], row["loss"]) for row in mine] == losses.rows()
-        sampled = read_table(run, "metrics", ["step", *metrics], {"layer": "first", "role": "input"})
+        sampled = read_table_rows(run, "metrics", ["step", *metrics], {"layer": "first", "role": "input"})
         assert len(sampled) >= STEPS // EVERY
         at = {row["step"]: tuple(row[metric] for metric in metrics) for row in mine if row["amax"] is not None}
         assert at == {row[0]: row[1:] for row in sampled.rows()}
@@ -97,13 +97,15 @@ def test_metrics_are_chosen_and_a_link_keeps_them(shown: Shown, casts: Path) -> 
     rows = [row for row in taken_away(page) if row["run"] == DELAYED]
     assert list(rows[0]) == ["run", "step", "loss", "grad_norm", "kurtosis"]
     assert [row["grad_norm"] for row in rows] == [float(step) for step in range(STEPS)]
-    recorded = read_table(find_run(casts / DELAYED), "metrics", ["step", "kurtosis"], {"layer": "first", "role": "input"})
+    recorded = read_table_rows(
+        find_record(casts / DELAYED), "metrics", ["step", "kurtosis"], {"layer": "first", "role": "input"}
+    )
     assert [(row["step"], row["kurtosis"]) for row in rows if row["kurtosis"] is not None] == recorded.rows()
 
 
 def test_spikes_triggers_and_skipped_steps_are_told(shown: Shown, casts: Path) -> None:
     page = shown()
-    steps = read_table(find_run(casts / DELAYED), "steps", ["step", "trigger"])
+    steps = read_table_rows(find_record(casts / DELAYED), "steps", ["step", "trigger"])
     ((step, why),) = steps.filter(pl.col("trigger").is_not_null()).rows()
     marks = page.locator("[data-table=events] tbody tr", has_text=DELAYED)
     told = {kind: marks.and_(page.locator(f"[data-event={kind}]")) for kind in ("spike", "trigger", "skipped")}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from verdict_records import CULPRIT, HOSTILE, ONSET
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
+from nemo_fp8_debug.analysis.diagnosis.ranking import rank_tensors_by_harm
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.numerics.metric_names import LABELS
 
@@ -66,7 +66,7 @@ class TestThreeRuns:
         page.locator("details.fold > summary").click()
         ranking = table(page, "medians over the later half. Drift")
         found = diagnose(logdir / "bad", logdir / "baseline", logdir / "reference")
-        ranks = harm_ranks(found)
+        ranks = rank_tensors_by_harm(found)
         tensors = sorted(comparison["tensors"], key=lambda row: ranks[row["layer"], row["role"]])
         assert [row[0] for row in cells(ranking)] == [title(row) for row in tensors][:15]
         names, *rows = taken_away(page, ranking)

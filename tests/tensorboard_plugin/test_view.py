@@ -20,7 +20,7 @@ from processes import GUARD
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.tensorboard_plugin.web import is_local
+from nemo_fp8_debug.tensorboard_plugin.web import names_this_server
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,12 @@ def test_other_names_and_other_sites_are_refused(process: tuple[str, subprocess.
 
 
 def test_the_name_that_it_is_bound_to_is_its_own() -> None:
-    assert is_local("node17:6006", "node17") and is_local("NODE17", "node17") and is_local("[fe80::1]:80", "node17")
-    assert not is_local("", "node17") and not is_local("node18:6006", "node17")
+    assert (
+        names_this_server("node17:6006", "node17")
+        and names_this_server("NODE17", "node17")
+        and names_this_server("[fe80::1]:80", "node17")
+    )
+    assert not names_this_server("", "node17") and not names_this_server("node18:6006", "node17")
 
 
 def test_the_page_shows_the_runs_and_follows_its_own_address(

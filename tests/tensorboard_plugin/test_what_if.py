@@ -33,7 +33,7 @@ def run(logdir: Path) -> Run:
 def recorded(run: Run, metric: str) -> Values:
     """By tensor and recipe."""
     found: Values = {}
-    for rows, name in ((run.metrics.frame(), "in use"), (run.unused_recipe_metrics, None)):
+    for rows, name in ((run.metrics.read_all_rows(), "in use"), (run.unused_recipe_metrics, None)):
         for row in rows.filter(pl.col("step") == STEP).to_dicts():
             found.setdefault(title(row), {})[name or row["recipe"]] = row[metric]
     return found
@@ -84,9 +84,9 @@ def test_the_share_within_the_limits_is_that_of_the_budget(frame: Open, run: Run
     metrics = ("relative_error", "underflow_pct", "overflow_pct")
     others = run.unused_recipe_metrics.filter(pl.col("step") == STEP)
     by_recipe = [others.filter(recipe=recipe) for recipe in others["recipe"].unique(maintain_order=True)]
-    tables = [run.metrics.frame().filter(pl.col("step") == STEP), *by_recipe]
+    tables = [run.metrics.read_all_rows().filter(pl.col("step") == STEP), *by_recipe]
     for text, rows in zip(shown, tables, strict=True):
-        kept = [Budget().met_by(WorstErrors(*errors)) for errors in rows.select(metrics).rows()]
+        kept = [Budget().is_met_by_errors(WorstErrors(*errors)) for errors in rows.select(metrics).rows()]
         assert f"({sum(kept)} of {len(kept)})" in text
     known = Budget()
     limits = f"relative error {known.relative_error:g}, underflow {known.underflow_pct:g}%, overflow {known.overflow_pct:g}%"

@@ -14,7 +14,7 @@ from tab import Tab, start
 
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record import parquet
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 from nemo_fp8_debug.tensorboard_plugin.records import part_matrices
 
 LAYERS, STEPS = parquet.GROUP + 100, 3
@@ -54,7 +54,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_row_group_is_found(wide: Path) -> None:
-    tab, rows = Tab(wide), read_table(wide / "run", "metrics", ["step", "layer", "role", "mse"])
+    tab, rows = Tab(wide), read_table_rows(wide / "run", "metrics", ["step", "layer", "role", "mse"])
     assert len(rows.filter(step=0)) > parquet.GROUP
     for layer in (0, 1, LAYERS // 2, LAYERS - 1):
         mine = rows.filter(layer=f"layers.{layer}.fc1")

@@ -67,7 +67,7 @@ def record(folder: Path, fault: bool, fp8: bool, model: type[nn.Module] = MLP, s
     """Train and record; the fault is that the free channel becomes a hundred million times larger."""
     torch.manual_seed(0)
     net = model().bfloat16()
-    emulation = Emulation.of_gemms(find_gemms([net]), parse_recipe("delayed(amax_history_len=4)"))
+    emulation = Emulation.from_gemms(find_gemms([net]), parse_recipe("delayed(amax_history_len=4)"))
     if fp8:
         emulation.attach()
     monitor = Monitor(net, str(folder), interval=EVERY, table_rows=0, on_error="raise", **options)

@@ -20,17 +20,17 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from ...capture.grad_scale import read_loss_scale, was_skipped
-from ...capture.patching import Watcher, watch_calls
-from ...core.arguments import check_arguments
+from ...capture.grad_scale import read_loss_scale, was_optimizer_step_skipped
+from ...capture.patching import Watcher, watch_function_calls
+from ...core.arguments import reject_unknown_arguments
 from ...core.sample import Recorder
 from ...errors import warn
 from ...monitor.monitor import Monitor
 from ...options.config import Config
-from ...plan.plan import is_rescue
-from ...record.console_table import TableRecorder
+from ...plan.plan import is_rescue_run
+from ...record.console_table import ConsoleTableRecorder
 from ...record.tensorboard import TensorBoardRecorder
-from ...record.writer import RunRecord
+from ...record.writer import RunRecordWriter
 from ..session import start_monitor
 from .interventions import FP8EmulationCallback, FP8PlanCallback, find_root_modules, is_accumulating
 
@@ -67,7 +67,7 @@ _OF_VALIDATION = re.compile(r"(reduced_)?(val|valid|validation|eval|dev|test)[_/
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
-@check_arguments(options_of=Config)
+@reject_unknown_arguments(options_of=Config)
 class FP8DebugCallback(pl.Callback):
     """A Lightning callback that measures the operands of linear layers every `interval` steps, without disturbing the run.
 
@@ -100,7 +100,7 @@ class FP8DebugCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Apply the plan if `nemo-fp8-debug rescue` started the run."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if is_rescue() and not any(isinstance(c, (FP8EmulationCallback, FP8PlanCallback)) for c in callbacks):
+        if is_rescue_run() and not any(isinstance(c, (FP8EmulationCallback, FP8PlanCallback)) for c in callbacks):
             callbacks.insert(callbacks.index(self) + 1, FP8PlanCallback())
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -139,7 +139,7 @@ class FP8DebugCallback(pl.Callback):
         No Lightning event provides the losses before they are divided and scaled.
         """
         assert self._monitor
-        return watch_calls(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
+        return watch_function_calls(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
 
     def _stop_watching(self) -> None:
         if self._leave is not None:
@@ -154,7 +154,7 @@ class FP8DebugCallback(pl.Callback):
             logged = trainer.callback_metrics if self._monitor.sampling else {}
             scalars: dict[str, Any] = {name: logged[name] for name in _SCALARS if name in logged}
             if self._scale is not None:
-                scalars |= {"loss_scale": self._scale, "skipped": was_skipped(self._scale, _scaler(trainer))}
+                scalars |= {"loss_scale": self._scale, "skipped": was_optimizer_step_skipped(self._scale, _scaler(trainer))}
             self._monitor.end_step(loss=_loss(trainer, pl_module, outputs), **scalars)
             self._stop_watching()
 
@@ -192,12 +192,12 @@ def _find_lag(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
 
 def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
     assert config.output is not None
-    yield RunRecord(config.output, config.histogram_interval)
+    yield RunRecordWriter(config.output, config.histogram_interval)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             yield TensorBoardRecorder(logger.experiment, config.max_tags)
     if config.table_rows:
-        yield TableRecorder(config.table_rows)
+        yield ConsoleTableRecorder(config.table_rows)
 
 
 def _loss(trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from ...capture.gemms import drop_end_layers, find_gemms, select_gemms
-from ...core.arguments import check_arguments, check_number, check_strings
-from ...core.layer_names import compile_patterns
+from ...capture.gemms import drop_end_layers, find_gemms, require_matching_gemms
+from ...core.arguments import check_number, check_strings, reject_unknown_arguments
+from ...core.layer_names import compile_layer_patterns
 from ...interventions.apply import apply_plan
-from ...interventions.emulate import Emulation, check_named
+from ...interventions.emulate import Emulation, check_changes_name_gemms
 from ...interventions.transformer_engine import EngineChanges
 from ...numerics.recipe import parse_recipe
 from ...plan.plan import NO_CHANGES, AnyPlan, read_plan, read_plan_in_force
@@ -84,7 +84,7 @@ class _Intervention(pl.Callback):
             self._acting.load_state_dict(state_dict)
 
 
-@check_arguments()
+@reject_unknown_arguments()
 class FP8EmulationCallback(_Intervention):
     """A Lightning callback to train with FP8-quantized operands in high-precision GEMMs, without changing the model's code.
 
@@ -122,19 +122,21 @@ class FP8EmulationCallback(_Intervention):
         self._layers = list(layers)
         ends = {"first_layers_bf16": first_layers_bf16, "last_layers_bf16": last_layers_bf16}
         self._ends = tuple(check_number(name, value, 0) for name, value in ends.items())
-        compile_patterns(self._layers)
+        compile_layer_patterns(self._layers)
         self.plan = read_plan(plan)
 
     def _attached(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Emulation:
-        gemms = drop_end_layers(select_gemms(find_gemms(find_root_modules(trainer, pl_module)), self._layers), *self._ends)
+        gemms = drop_end_layers(
+            require_matching_gemms(find_gemms(find_root_modules(trainer, pl_module)), self._layers), *self._ends
+        )
         plan = read_plan_in_force(self.plan) or NO_CHANGES
-        check_named(plan, gemms, "that this run quantizes")
-        emulation = Emulation.of_gemms(gemms, self._recipe, plan)
+        check_changes_name_gemms(plan, gemms, "that this run quantizes")
+        emulation = Emulation.from_gemms(gemms, self._recipe, plan)
         emulation.attach()
         return emulation
 
 
-@check_arguments()
+@reject_unknown_arguments()
 class FP8PlanCallback(_Intervention):
     """A Lightning callback that applies a plan: it changes casts of Transformer Engine or of `FP8EmulationCallback`.
 

@@ -19,15 +19,15 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from ...core.keys import ROLES
-from ...core.layer_names import is_aggregate, name_aggregate
+from ...core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ...errors import RecordError
-from ..comparison.drift import locate_tensors
+from ..comparison.drift import add_kind_and_depth_columns
 from ..comparison.layer_matching import read_weight_sizes
 from ..comparison.onset import EVIDENCE, IN_A_ROW, OF_GRADIENTS, OnsetCriterion
 from ..runs.blocks import Result, map_grid_slices, map_tensor_chunks
-from ..runs.grid import Floats, Grid
+from ..runs.grid import Floats, MetricGrid
 from ..runs.run import Run
-from ..runs.settings import usual_casts
+from ..runs.settings import find_usual_casts
 from ..runs.source import Bools
 
 #: patterns of GEMM names by purpose. If a name occurs in both attention and MLP, the name of the enclosing module decides
@@ -64,7 +64,7 @@ def purpose_of(layer: str) -> str | None:
     if last in ("dense", "c_proj", "proj"):
         in_attention = _ATTENTION.search(before) or (last == "proj" and not _MLP.search(before))
         found = "mlp in" if before.endswith("intermediate") else "attention out" if in_attention else "mlp out"
-    expert = is_aggregate(layer) or name_aggregate(layer) is not None
+    expert = is_expert_aggregate(layer) or find_expert_aggregate(layer) is not None
     return f"expert {found}" if found and expert else found
 
 
@@ -101,7 +101,7 @@ JUDGED = tuple(evidence for evidence in EVIDENCE if evidence.metric != "nonfinit
 
 
 @dataclass(frozen=True)
-class Bands:
+class HealthyBands:
     """Bands of healthy runs."""
 
     #: one row for each kind of operand and each metric. In addition to columns for the kind, the columns are median, lasting
@@ -114,7 +114,7 @@ class Bands:
     runs: int
 
     @classmethod
-    def learn(cls, runs: Iterable[Run]) -> Bands:
+    def learn(cls, runs: Iterable[Run]) -> HealthyBands:
         """Learn bands from healthy runs.
 
         Raises:
@@ -130,7 +130,7 @@ class Bands:
         return cls(table, sorted(set(families)), len(tables))
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Bands:
+    def read(cls, path: str | os.PathLike[str]) -> HealthyBands:
         """Read bands from a file that `write` wrote.
 
         Raises:
@@ -175,12 +175,12 @@ def _in_file(table: pl.DataFrame) -> pl.DataFrame:
 
 
 @functools.cache
-def shipped() -> Bands | None:
+def shipped() -> HealthyBands | None:
     """Return the bands shipped with the package, learned from tiny models, or None if the file is missing."""
-    return Bands.read(SHIPPED) if SHIPPED.exists() else None
+    return HealthyBands.read(SHIPPED) if SHIPPED.exists() else None
 
 
-def choose_bands(run: Run, given: str | os.PathLike[str] | Bands | None) -> Bands | None:
+def choose_bands(run: Run, given: str | os.PathLike[str] | HealthyBands | None) -> HealthyBands | None:
     """Return the bands for checking a run, or None if the shipped bands do not cover this class of model.
 
     Args:
@@ -190,7 +190,7 @@ def choose_bands(run: Run, given: str | os.PathLike[str] | Bands | None) -> Band
         RecordError: the given file is missing or contains no bands.
     """
     if given is not None:
-        return given if isinstance(given, Bands) else Bands.read(given)
+        return given if isinstance(given, HealthyBands) else HealthyBands.read(given)
     found = shipped()
     return found if found is not None and family_of(run) in found.families else None
 
@@ -205,7 +205,7 @@ def family_of(run: Run) -> str:
 class _Operands:
     """A part of a run's operands, without the first samples. All of them belong to GEMMs with a known purpose."""
 
-    grid: Grid
+    grid: MetricGrid
     #: one row for each operand, in the order of the grid: layer, role, purpose, recipe, part, n (number of values of W)
     tensors: pl.DataFrame
     #: for each phase, which samples belong to it, bool [S]. The phase is `warm-up` until the learning rate reaches its
@@ -217,17 +217,17 @@ class _Operands:
         Values are scaled so that higher is worse.
         """
         for evidence in JUDGED:
-            values = evidence.scaled(self.grid.metric(evidence.metric))
+            values = evidence.convert_to_severity_scale(self.grid.read_metric(evidence.metric))
             for phase, samples in self.phases.items():
                 yield evidence, phase, samples, values[:, samples]
 
 
 def _over_operands(run: Run, do: Callable[[_Operands], Result]) -> list[Result]:
     """Apply `do` to one part of the operands after another, and return the results in order."""
-    metrics = run.metrics.with_role(*ROLES)
-    recipes = usual_casts(metrics).select("layer", "role", "recipe")
+    metrics = run.metrics.select_roles(*ROLES)
+    recipes = find_usual_casts(metrics).select("layer", "role", "recipe")
     sizes = {layer: n for layer, n in read_weight_sizes(metrics).items() if n}
-    known = locate_tensors(recipes).with_columns(
+    known = add_kind_and_depth_columns(recipes).with_columns(
         purpose=pl.Series(map(purpose_of, recipes["layer"]), dtype=pl.String),
         n=pl.Series(map(sizes.get, recipes["layer"]), dtype=pl.Int64),
     )
@@ -238,11 +238,13 @@ def _over_operands(run: Run, do: Callable[[_Operands], Result]) -> list[Result]:
     known = known.select("layer", "role", "purpose", "recipe", "n", part=part)
     do_part = partial(_do_part, do, known, _find_warmed_up(run))
     needed = dict.fromkeys([*(evidence.metric for evidence in JUDGED), "underflow_pct", "overflow_pct"])
-    found = map_tensor_chunks(partial(map_grid_slices, do_part), metrics.select_keys(known), together=[list(needed)])
+    found = map_tensor_chunks(
+        partial(map_grid_slices, do_part), metrics.select_tensors_by_key(known), together=[list(needed)]
+    )
     return [of_part for of_block in found for of_part in of_block]
 
 
-def _do_part(do: Callable[[_Operands], Result], kinds: pl.DataFrame, warmed_up: float, grid: Grid) -> Result:
+def _do_part(do: Callable[[_Operands], Result], kinds: pl.DataFrame, warmed_up: float, grid: MetricGrid) -> Result:
     grid = grid.select_samples(np.arange(min(_FIRST, len(grid.steps)), len(grid.steps)))
     tensors = grid.tensors.join(kinds, on=["layer", "role"], how="left", maintain_order="left")
     warming_up = grid.steps < warmed_up
@@ -313,7 +315,7 @@ class JudgedRun:
         return len(self.covered) >= 0.9 * self.operands > 0
 
 
-def describe_bands(judged: JudgedRun | None) -> str:
+def describe_band_check(judged: JudgedRun | None) -> str:
     """Describe in a sentence how a run without a baseline was checked."""
     if judged is None:
         known = "no bands were learned from healthy runs of this class of model"
@@ -330,7 +332,7 @@ def describe_bands(judged: JudgedRun | None) -> str:
     )
 
 
-def judge_by_bands(run: Run, bands: Bands) -> JudgedRun:
+def judge_by_bands(run: Run, bands: HealthyBands) -> JudgedRun:
     """Check a run's operands by bands.
 
     The largest lasting value is the largest value that lasted for three samples in healthy runs. An operand is beyond its
@@ -344,10 +346,10 @@ def judge_by_bands(run: Run, bands: Bands) -> JudgedRun:
     return JudgedRun(beyond, judged.filter("covered").select(key), len(run.metrics.tensors), bands.runs)
 
 
-def _judge(bands: Bands, operands: _Operands) -> pl.DataFrame:
+def _judge(bands: HealthyBands, operands: _Operands) -> pl.DataFrame:
     """Return the operands with columns onset, excess (0 within the band) and covered (whether a band exists)."""
     grid, tensors = operands.grid, operands.tensors
-    lost = np.fmax(grid.metric("underflow_pct"), grid.metric("overflow_pct"))
+    lost = np.fmax(grid.read_metric("underflow_pct"), grid.read_metric("overflow_pct"))
     covered = np.zeros(len(tensors), dtype=bool)
     onset, excess = np.full(len(tensors), np.iinfo(np.int64).max), np.zeros(len(tensors))
     least = np.where(tensors["role"].to_numpy() == "grad_output", OF_GRADIENTS, 1.0)
@@ -359,7 +361,7 @@ def _judge(bands: Bands, operands: _Operands) -> pl.DataFrame:
         if not samples.any():
             continue
         with np.errstate(invalid="ignore"):
-            rise = np.fmax(least * evidence.compute_threshold_above(median), most - median)
+            rise = np.fmax(least * evidence.compute_least_rise_above(median), most - median)
             strength = np.nan_to_num((_find_lasting(values) - most[:, None]) / rise[:, None], nan=0.0)
         out = np.flatnonzero((strength > _BEYOND).any(axis=1))
         first = np.argmax(strength[out] > _BEYOND, axis=1)

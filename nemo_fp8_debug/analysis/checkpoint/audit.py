@@ -23,19 +23,19 @@ from ...kernels import add_to_histogram
 from ...numerics import metrics
 from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
 from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
-from ...numerics.metrics import Moments, QuantizationSums
-from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
+from ...numerics.metrics import QuantizationSums, ValueMoments
+from ...numerics.recipe import Recipe, parse_recipe, refuse_block_scaling
 from ...numerics.tensor_scaling import CurrentScaling
 from ..formatting import make_jsonable
-from .contents import Contents, open_checkpoint
-from .weights import FP8_DTYPES, StoredScale, Weight, find_weights, weight_scale
+from .contents import CheckpointContents, open_checkpoint
+from .weights import FP8_DTYPES, GemmWeight, StoredScale, find_gemm_weights, find_stored_weight_scale
 
 #: state of an FP8 weight whose scale is not in the checkpoint; we then measure its FP8 values without a scale
 NO_SCALE = "no scale"
 
 
 @dataclass(frozen=True)
-class Audit:
+class CheckpointAudit:
     """The findings about a checkpoint."""
 
     path: str
@@ -160,7 +160,7 @@ def audit(
     path: str | os.PathLike[str],
     recipe: str | Mapping[str, Any] | Recipe = "current",
     matches: Callable[[str], bool] = lambda name: True,
-) -> Audit:
+) -> CheckpointAudit:
     """Measure the GEMM weights of a checkpoint. Read values block by block, and warn of unreadable parts.
 
     Args:
@@ -186,9 +186,9 @@ def audit(
         0.0
     """
     path, recipe = Path(path), parse_recipe(recipe)
-    refuse_blocks(recipe, "the audit")
+    refuse_block_scaling(recipe, "the audit")
     contents = open_checkpoint(path)
-    weights, left_out = find_weights(contents)
+    weights, left_out = find_gemm_weights(contents)
     chosen = [weight for weight in weights if matches(weight.name)]
     if not weights:
         held = "; ".join([f"{n} tensors ({kind})" for kind, n in left_out.items()] + contents.faults)
@@ -216,23 +216,27 @@ def audit(
         raise RecordError("; ".join(found))
     for fault in found:
         warn(fault)
-    return Audit(str(path), contents.format, recipe.format_of("weight"), sorted(rows, key=_badness), left_out, found)
+    return CheckpointAudit(
+        str(path), contents.format, recipe.get_format("weight"), sorted(rows, key=_badness), left_out, found
+    )
 
 
 @dataclass(frozen=True)
 class _Seen:
     """The result of reading a weight: its histogram if its dtype has 16 bits, otherwise its moments and sums."""
 
-    weight: Weight
+    weight: GemmWeight
     histogram: Histogram
     stored: StoredScale | None
     #: reason why the weight has no stored scale to compare with, if the checkpoint has other data instead of a scale
     note: str | None
-    moments: Moments | None = None
+    moments: ValueMoments | None = None
     sums: tuple[QuantizationSums, ...] = ()
 
 
-def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults: Mapping[str, list[str]]) -> _Seen:
+def _see(
+    weight: GemmWeight, contents: CheckpointContents, recipe: Recipe, path: Path, faults: Mapping[str, list[str]]
+) -> _Seen:
     scale = _companion(weight)
     stored, note = _stored_scale(weight, scale, contents, path, faults)
     direct = weight.dtype not in DTYPES
@@ -253,14 +257,16 @@ def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults:
 
 
 # Add up the sums immediately, because many small results between large temporaries would fragment the heap.
-def _moments(block: torch.Tensor, total: Moments | None) -> Moments:
+def _moments(block: torch.Tensor, total: ValueMoments | None) -> ValueMoments:
     for piece in block.reshape(-1).split(_PIECE):
-        found = metrics.moments_of_float32(piece)
-        total = found if total is None else metrics.merge_moments(Moments.concat([total, found]))
-    return total if total is not None else metrics.moments_of_float32(block)
+        found = metrics.compute_float32_moments(piece)
+        total = found if total is None else metrics.merge_moments(ValueMoments.concat([total, found]))
+    return total if total is not None else metrics.compute_float32_moments(block)
 
 
-def _sums(weight: Weight, scale: torch.Tensor | None, path: Path, casts: Sequence[_Cast]) -> tuple[QuantizationSums, ...]:
+def _sums(
+    weight: GemmWeight, scale: torch.Tensor | None, path: Path, casts: Sequence[_Cast]
+) -> tuple[QuantizationSums, ...]:
     """Read a weight once more and return its sums under each cast."""
     empty = torch.zeros(0)
     totals = [metrics.quantization_sums_of_float32(empty, factor[0], formats[0]) for factor, formats in casts]
@@ -268,14 +274,14 @@ def _sums(weight: Weight, scale: torch.Tensor | None, path: Path, casts: Sequenc
         for piece in block.reshape(-1).split(_PIECE):
             for i, (factor, formats) in enumerate(casts):
                 found = metrics.quantization_sums_of_float32(piece, factor[0], formats[0])
-                totals[i] = QuantizationSums.concat([totals[i], found]).sum_by_owner(_BOTH, 1)
+                totals[i] = QuantizationSums.concat([totals[i], found]).sum_rows_by_owner(_BOTH, 1)
     return tuple(totals)
 
 
-def _blocks(weight: Weight, scale: torch.Tensor | None, path: Path) -> Iterator[torch.Tensor]:
+def _blocks(weight: GemmWeight, scale: torch.Tensor | None, path: Path) -> Iterator[torch.Tensor]:
     """Yield a weight's values block by block: 16-bit dtypes unchanged, and other dtypes as float32."""
     for part in weight.parts:
-        stored = part.find()
+        stored = part.load_values()
         if stored.dtype != weight.dtype or stored.dim() != 2:
             raise RecordError(f"{path} is damaged: {weight.name} is {stored.dtype} {tuple(stored.shape)} there")
         rows = max(1, _BLOCK // max(1, stored.shape[1] * _ROWS)) * _ROWS
@@ -286,7 +292,7 @@ def _blocks(weight: Weight, scale: torch.Tensor | None, path: Path) -> Iterator[
                 yield block.float() if scale is None else block.float() * _scale_of(scale, weight, first, block)
 
 
-def _companion(weight: Weight) -> torch.Tensor | None:
+def _companion(weight: GemmWeight) -> torch.Tensor | None:
     """Return the factor of an FP8 weight, float32: one value for the weight, for each row [rows, 1], or for each 128 x 128
     block.
 
@@ -295,7 +301,7 @@ def _companion(weight: Weight) -> torch.Tensor | None:
     """
     if weight.dtype not in FP8_DTYPES or weight.scale is None:
         return None
-    scale, (rows, columns) = weight.scale.find().float(), weight.shape
+    scale, (rows, columns) = weight.scale.load_values().float(), weight.shape
     if scale.numel() == 1:
         return scale.reshape(())
     if len(weight.parts) == 1 and scale.shape in ((rows,), (rows, 1)):
@@ -305,7 +311,7 @@ def _companion(weight: Weight) -> torch.Tensor | None:
     raise RecordError(f"{weight.name}: unsupported scale of shape {tuple(scale.shape)} for a weight of shape {weight.shape}")
 
 
-def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tensor) -> torch.Tensor:
+def _scale_of(scale: torch.Tensor, weight: GemmWeight, first: int, block: torch.Tensor) -> torch.Tensor:
     """Return the scales of a block of whole rows of a weight, in a shape that broadcasts over the block."""
     rows, columns = block.shape
     if scale.dim() == 0:
@@ -317,7 +323,7 @@ def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tens
 
 
 def _stored_scale(
-    weight: Weight, scale: torch.Tensor | None, contents: Contents, path: Path, faults: Mapping[str, list[str]]
+    weight: GemmWeight, scale: torch.Tensor | None, contents: CheckpointContents, path: Path, faults: Mapping[str, list[str]]
 ) -> tuple[StoredScale | None, str | None]:
     """Return the checkpoint's scale of a weight, or the reason why there is no scale to compare with."""
     if scale is not None:
@@ -329,7 +335,9 @@ def _stored_scale(
     if weight.extra_state is None:
         return None, None
     try:
-        found = weight_scale(contents.extra_states[weight.extra_state](), weight.parameter, f"{path}: {weight.extra_state}")
+        found = find_stored_weight_scale(
+            contents.extra_states[weight.extra_state](), weight.parameter, f"{path}: {weight.extra_state}"
+        )
     except RecordError as error:
         faults[str(error)].append(f"the stored scale of {weight.name}")
         return None, "unreadable"
@@ -340,11 +348,15 @@ def _casts(amax: torch.Tensor, stored: Sequence[StoredScale | None], recipe: Rec
     """Return three casts of B weights: FP8 under current scales, FP8 under stored scales (1 if no scale is stored), and
     BF16.
     """
-    fmt = recipe.format_of("weight")
+    fmt = recipe.get_format("weight")
     rule = recipe.scaling if isinstance(recipe.scaling, CurrentScaling) else _CURRENT
     scales = torch.tensor([s.scale if s and _usable(s) else 1.0 for s in stored], dtype=torch.float32)
     formats = [s.format if s else fmt for s in stored]
-    return (rule.scale(amax, fmt.max), [fmt] * len(stored)), (scales, formats), (torch.ones_like(amax), [BF16] * len(stored))
+    return (
+        (rule.compute_scale(amax, fmt.max), [fmt] * len(stored)),
+        (scales, formats),
+        (torch.ones_like(amax), [BF16] * len(stored)),
+    )
 
 
 def _usable(stored: StoredScale) -> bool:
@@ -355,16 +367,16 @@ def _rows(seen: Sequence[_Seen], recipe: Recipe) -> list[dict[str, Any]]:
     if not seen:
         return []
     batch = HistogramBatch.pack_histograms([s.histogram for s in seen])
-    counted = metrics.moments(batch)
-    moments = Moments.concat(
+    counted = metrics.compute_histogram_moments(batch)
+    moments = ValueMoments.concat(
         [counted.row(i) if s.moments is None else s.moments.with_median(counted.row(i).median) for i, s in enumerate(seen)]
     )
     amax = moments.amax.float()
     tables = []
     for which, (scale, formats) in enumerate(_casts(amax, [s.stored for s in seen], recipe)):
-        summed = metrics.quantization_sums(batch, scale, formats)
+        summed = metrics.quantization_sums_of_histograms(batch, scale, formats)
         sums = QuantizationSums.concat([s.sums[which] if s.sums else summed.row(i) for i, s in enumerate(seen)])
-        current = _CURRENT.scale(amax, torch.tensor([fmt.max for fmt in formats]))
+        current = _CURRENT.compute_scale(amax, torch.tensor([fmt.max for fmt in formats]))
         found = metrics.compute_metrics(moments, sums, scale, current)
         tables.append(
             {name: make_jsonable(column.tolist()) for name, column in found.items()} | {"scale": scale.double().tolist()}

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...errors import RecordError
-from .pickles import Placeholder, has_values, load_pickle, load_torch
+from .pickles import UnloadedObject, load_pickle, load_torch_file, stores_every_value
 
 _EXTRA = "_extra_state"
 #: largest depth of nested mappings, and largest number of entries
@@ -34,7 +34,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class CheckpointEntry:
+class CheckpointTensor:
     """A tensor of a checkpoint, whole or in pieces."""
 
     dtype: torch.dtype
@@ -43,11 +43,11 @@ class CheckpointEntry:
 
 
 @dataclass
-class Contents:
+class CheckpointContents:
     """The tensors and extra states of a checkpoint, by their names in the checkpoint."""
 
     format: str
-    tensors: dict[str, CheckpointEntry] = field(default_factory=dict)
+    tensors: dict[str, CheckpointTensor] = field(default_factory=dict)
     #: for each module, a function that returns its extra state: a tensor, a placeholder for io.BytesIO, or None
     extra_states: dict[str, Callable[[], Any]] = field(default_factory=dict)
     #: names of tensors that are in an index but in no file, or that have no values
@@ -55,21 +55,21 @@ class Contents:
     #: sentences about unreadable parts
     faults: list[str] = field(default_factory=list)
 
-    def add(self, name: str, value: Any, path: Path) -> None:
+    def add_entry(self, name: str, value: Any, path: Path) -> None:
         """Add a tensor or the extra state of a module. Ignore any other value."""
         if name.rpartition(".")[2].startswith(_EXTRA):
             self.extra_states[name] = lambda: value
-        elif isinstance(value, torch.Tensor) and not has_values(value):
+        elif isinstance(value, torch.Tensor) and not stores_every_value(value):
             self.lost.add(name)
             self.faults.append(f"{path}: {name} was not read: a sparse, nested or meta tensor")
         elif isinstance(value, torch.Tensor):
             if value.numel() > max(value.untyped_storage().nbytes() // value.itemsize, _MOST_EXPANDED):
                 raise RecordError(f"{path} was not read: {name} repeats the values of its storage too many times")
             shape = tuple(value.shape)
-            self.tensors[name] = CheckpointEntry(value.dtype, shape, (Piece((0,) * len(shape), shape, value.detach),))
+            self.tensors[name] = CheckpointTensor(value.dtype, shape, (Piece((0,) * len(shape), shape, value.detach),))
 
 
-def open_checkpoint(path: Path) -> Contents:
+def open_checkpoint(path: Path) -> CheckpointContents:
     """Find the tensors of a checkpoint.
 
     Args:
@@ -87,7 +87,7 @@ def open_checkpoint(path: Path) -> Contents:
     return contents
 
 
-def _open_file(path: Path) -> Contents:
+def _open_file(path: Path) -> CheckpointContents:
     if path.suffix == ".safetensors":
         return _safetensors([path])
     if path.name.endswith(".safetensors.index.json"):
@@ -97,7 +97,7 @@ def _open_file(path: Path) -> Contents:
     return _torch_file(path)
 
 
-def _open_folder(path: Path) -> Contents:
+def _open_folder(path: Path) -> CheckpointContents:
     if (path / "weights").is_dir():
         contents = _open_folder(path / "weights")
         contents.format = f"NeMo 2, {contents.format}"
@@ -144,7 +144,7 @@ def _json(path: Path) -> dict[str, Any]:
 # --- safetensors ----------------------------------------------------------------------------------------------------------
 
 
-def _indexed(index: Path) -> Contents:
+def _indexed(index: Path) -> CheckpointContents:
     """Open the files that are listed in an index file of Hugging Face."""
     weight_map = _json(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -159,14 +159,14 @@ def _indexed(index: Path) -> Contents:
     return contents
 
 
-def _safetensors(files: list[Path]) -> Contents:
+def _safetensors(files: list[Path]) -> CheckpointContents:
     """Open files, and keep them memory-mapped."""
-    contents = Contents("safetensors")
+    contents = CheckpointContents("safetensors")
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  (not a mapping)
-                    contents.add(name, opened.get_tensor(name), file)
+                    contents.add_entry(name, opened.get_tensor(name), file)
         except OSError as error:
             contents.faults.append(f"{file} cannot be read: {error.strerror or error}")
         except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -179,9 +179,9 @@ def _safetensors(files: list[Path]) -> Contents:
 # --- torch.save -----------------------------------------------------------------------------------------------------------
 
 
-def _torch_file(path: Path) -> Contents:
-    found = load_torch(path)
-    contents = Contents("torch file")
+def _torch_file(path: Path) -> CheckpointContents:
+    found = load_torch_file(path)
+    contents = CheckpointContents("torch file")
     if isinstance(found, Mapping):
         if isinstance(found.get("state_dict"), Mapping) and "pytorch-lightning_version" in found:
             contents.format = "Lightning checkpoint"
@@ -190,7 +190,7 @@ def _torch_file(path: Path) -> Contents:
                 found = found[key]
                 break
     for name, value in _flatten(path, found):
-        contents.add(name, value, path)
+        contents.add_entry(name, value, path)
     return contents
 
 
@@ -213,11 +213,11 @@ def _flatten(path: Path, content: Any) -> Iterator[tuple[str, Any]]:
 # --- DCP, Megatron's torch_dist --------------------------------------------------------------------------------------------
 
 
-def _distributed(folder: Path) -> Contents:
+def _distributed(folder: Path) -> CheckpointContents:
     """Open a folder by its `.metadata`, a pickle of torch.distributed.checkpoint.metadata.Metadata or a subclass."""
     file = folder / ".metadata"
     metadata = load_pickle(_bytes(file), str(file))
-    contents = Contents("distributed checkpoint")
+    contents = CheckpointContents("distributed checkpoint")
     try:
         places = {
             (key.get("fqn"), tuple(key.get("offset") or ())): info for key, info in metadata.get("storage_data").items()
@@ -229,7 +229,7 @@ def _distributed(folder: Path) -> Contents:
                 continue
             pieces = [_piece(folder, name, chunk, places) for chunk in chunks]
             shape = _sizes(about.get("size"))
-            contents.tensors[name] = CheckpointEntry(about.get("properties").state[0], shape, tuple(pieces))
+            contents.tensors[name] = CheckpointTensor(about.get("properties").state[0], shape, tuple(pieces))
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         raise RecordError(f"{file} is damaged, or of an unsupported version: {error}") from None
     return contents
@@ -242,20 +242,20 @@ def _sizes(given: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _piece(folder: Path, name: str, chunk: Placeholder, places: Mapping[Any, Placeholder]) -> Piece:
+def _piece(folder: Path, name: str, chunk: UnloadedObject, places: Mapping[Any, UnloadedObject]) -> Piece:
     offsets, shape = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
     info = places.get((name, offsets))
 
     def open_() -> torch.Tensor:
         found = _load(folder, info, f"{name} at {offsets}")
-        if not isinstance(found, torch.Tensor) or not has_values(found) or found.numel() != math.prod(shape):
+        if not isinstance(found, torch.Tensor) or not stores_every_value(found) or found.numel() != math.prod(shape):
             raise RecordError(f"{folder}: {name} at {offsets} is not a tensor of shape {shape} in its file")
         return found.detach().reshape(shape)
 
     return Piece(offsets, shape, open_)
 
 
-def _object(folder: Path, info: Placeholder | None) -> Callable[[], Any]:
+def _object(folder: Path, info: UnloadedObject | None) -> Callable[[], Any]:
     def open_() -> Any:
         found = _load(folder, info, "an extra state")
         return found[0] if isinstance(found, list) and len(found) == 1 else found  # Megatron saves lists with one element
@@ -263,9 +263,9 @@ def _object(folder: Path, info: Placeholder | None) -> Callable[[], Any]:
     return open_
 
 
-def _load(folder: Path, info: Placeholder | None, what: str) -> Any:
+def _load(folder: Path, info: UnloadedObject | None, what: str) -> Any:
     """Load the object at one place in a checkpoint's files."""
-    if not isinstance(info, Placeholder):
+    if not isinstance(info, UnloadedObject):
         raise RecordError(f"{folder / '.metadata'} does not say where {what} is")
     name, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or Path(name).name != name:
@@ -274,4 +274,4 @@ def _load(folder: Path, info: Placeholder | None, what: str) -> Any:
         raise RecordError(f"{folder / name} was written through {info.get('transform_descriptors')}, which we cannot read")
     if type(offset) is not int or type(length) is not int:
         raise RecordError(f"{folder / '.metadata'} is damaged: {what} is at {offset}, {length} bytes")
-    return load_torch(folder / name, offset, length)
+    return load_torch_file(folder / name, offset, length)

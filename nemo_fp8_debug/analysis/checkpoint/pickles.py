@@ -42,13 +42,13 @@ _STAND_IN_NAMES = (
 )
 
 
-class Placeholder:
+class UnloadedObject:
     """A placeholder for an object of a class that is not loaded. It stores only the object's arguments and state."""
 
     args: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Placeholder:
+    def __new__(cls, *args: Any, **kwargs: Any) -> UnloadedObject:
         """Store the arguments."""
         made = super().__new__(cls)
         made.args, made.state = args, None
@@ -69,17 +69,17 @@ class Placeholder:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-def _stand_in(name: str) -> type[Placeholder] | None:
+def _stand_in(name: str) -> type[UnloadedObject] | None:
     """Return a placeholder class for a dotted name, or None to refuse the name."""
     if name in _STAND_IN_NAMES or name.startswith(_STAND_IN_PACKAGES):
-        return type(name.rpartition(".")[2], (Placeholder,), {})
+        return type(name.rpartition(".")[2], (UnloadedObject,), {})
     return None
 
 
 # --- torch.save -----------------------------------------------------------------------------------------------------------
 
 
-def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
+def load_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
     """Load a torch.save file and keep its tensors memory-mapped, or load a part of a file into memory.
 
     Raises:
@@ -103,7 +103,7 @@ def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
         raise RecordError(f"{str(path)!r} cannot be read: {error}") from None
 
 
-def has_values(tensor: torch.Tensor) -> bool:
+def stores_every_value(tensor: torch.Tensor) -> bool:
     """Return True if a tensor stores each value, unlike sparse, nested and meta tensors."""
     return tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
 
@@ -112,7 +112,7 @@ def load_torch_bytes(data: bytes, source: str) -> Any:
     """Load the bytes that torch.save wrote.
 
     Raises:
-        RecordError: as in `load_torch`.
+        RecordError: as in `load_torch_file`.
     """
     return _load_archive(io.BytesIO(data), None, source)
 

@@ -14,8 +14,8 @@ import torch
 from ...core.layer_names import strip_wrappers
 from ...errors import RecordError
 from ...numerics.formats import E4M3, E5M2, FloatFormat
-from .contents import CheckpointEntry, Contents
-from .pickles import Placeholder, has_values, load_pickle, load_torch_bytes
+from .contents import CheckpointContents, CheckpointTensor
+from .pickles import UnloadedObject, load_pickle, load_torch_bytes, stores_every_value
 
 #: match names without a layer or expert number. Megatron gives such names to layers or experts stacked along a leading axis
 _STACKED_LAYERS = re.compile(r"((?:^|\.)layers\.)(?!\d)")
@@ -45,13 +45,13 @@ class WeightPart:
     #: index in the stored tensor, along its leading axes
     index: tuple[int, ...]
 
-    def find(self) -> torch.Tensor:
+    def load_values(self) -> torch.Tensor:
         """Return the values. They may still be in a memory-mapped file."""
         return self.open()[self.index]
 
 
 @dataclass(frozen=True)
-class Weight:
+class GemmWeight:
     """One weight matrix of one GEMM."""
 
     #: name in the model, without the final `.weight`
@@ -70,11 +70,11 @@ class Weight:
     expert: bool = False
 
 
-def find_weights(contents: Contents) -> tuple[list[Weight], Counter[str]]:
+def find_gemm_weights(contents: CheckpointContents) -> tuple[list[GemmWeight], Counter[str]]:
     """Return the GEMM weights of a checkpoint in order, and the number of other tensors by kind."""
     states = {module_of_state(key): key for key in contents.extra_states}
     scales = {name + suffix for name in contents.tensors for suffix in _SCALES}
-    weights: list[Weight] = []
+    weights: list[GemmWeight] = []
     left_out: Counter[str] = Counter()
     for name, entry in contents.tensors.items():
         if name in scales:
@@ -104,7 +104,7 @@ def _no_gemm(path: str, dimensions: int, dtype: torch.dtype) -> str | None:
     return None if dtype in DTYPES else f"of dtype {str(dtype).removeprefix('torch.')}"
 
 
-def _stacked_axes(path: str, entry: CheckpointEntry) -> list[re.Pattern[str]]:
+def _stacked_axes(path: str, entry: CheckpointTensor) -> list[re.Pattern[str]]:
     """Return the meaning of a tensor's leading axes: layers, experts, both, or no leading axes."""
     axes = [_STACKED_LAYERS] if _STACKED_LAYERS.search(path) else []
     if _STACKED_EXPERTS.search(path) and len(entry.shape) - len(axes) == 3:
@@ -133,8 +133,12 @@ def module_of_state(key: str) -> str:
 
 
 def _unstack(
-    path: str, axes: list[re.Pattern[str]], entry: CheckpointEntry, states: Mapping[str, str], scale: CheckpointEntry | None
-) -> Iterator[Weight]:
+    path: str,
+    axes: list[re.Pattern[str]],
+    entry: CheckpointTensor,
+    states: Mapping[str, str],
+    scale: CheckpointTensor | None,
+) -> Iterator[GemmWeight]:
     """Yield the matrices that are stacked in a tensor, each with its own pieces."""
     parts: dict[tuple[int, ...], list[WeightPart]] = {}
     for piece in entry.pieces:
@@ -144,7 +148,7 @@ def _unstack(
     for whole, found in parts.items():
         numbered = _numbered(path, axes, whole)
         parameter = numbered.rpartition(".")[2]
-        yield Weight(
+        yield GemmWeight(
             name=numbered.removesuffix(".weight"),
             parameter=parameter,
             dtype=entry.dtype,
@@ -156,12 +160,12 @@ def _unstack(
         )
 
 
-def _scale_of(name: str, tensors: Mapping[str, CheckpointEntry]) -> CheckpointEntry | None:
+def _scale_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> CheckpointTensor | None:
     found = (tensors.get(name + suffix) for suffix in _SCALES)
     return next((entry for entry in found if entry is not None and len(entry.pieces) == 1), None)
 
 
-def _scale_at(scale: CheckpointEntry, index: tuple[int, ...]) -> WeightPart:
+def _scale_at(scale: CheckpointTensor, index: tuple[int, ...]) -> WeightPart:
     """Return the scale of one of the stacked weights, or their common scale if there is only one scale."""
     stacked = len(scale.shape) > len(index) and all(i < n for i, n in zip(index, scale.shape, strict=False))
     return WeightPart(scale.pieces[0].open, index if index and stacked else ())
@@ -184,7 +188,7 @@ class StoredScale:
     unset: bool
 
 
-def weight_scale(state: Any, parameter: str, source: str) -> StoredScale | None:
+def find_stored_weight_scale(state: Any, parameter: str, source: str) -> StoredScale | None:
     """Return the scale of a module's weight, or None if the module stores no scales (no FP8, or a recipe without stored
     scales).
 
@@ -209,7 +213,7 @@ def weight_scale(state: Any, parameter: str, source: str) -> StoredScale | None:
     limit = extra.get("fp8_max_fwd") if isinstance(extra, Mapping) else None
     if not isinstance(scale, torch.Tensor) or not isinstance(history, torch.Tensor):
         raise RecordError(f"{source} is damaged: its scales are not tensors")
-    if not all(has_values(each) and each.is_floating_point() for each in (scale, history)):
+    if not all(stores_every_value(each) and each.is_floating_point() for each in (scale, history)):
         raise RecordError(f"{source} is damaged: its scales are not plain floating-point numbers")
     slot, length = _SLOTS.get(parameter, (0, 0))
     if scale.shape != (length,) or history.shape[1:] != (length,):
@@ -225,12 +229,12 @@ def weight_scale(state: Any, parameter: str, source: str) -> StoredScale | None:
 
 def _decoded(state: Any, source: str) -> Any:
     if isinstance(state, torch.Tensor):
-        if state.dtype != torch.uint8 or not has_values(state):
+        if state.dtype != torch.uint8 or not stores_every_value(state):
             raise RecordError(f"{source} is damaged: extra state of dtype {state.dtype}, layout {state.layout}")
         data = state.numpy().tobytes()
         return load_pickle(data, source) if data else None
     if (
-        isinstance(state, Placeholder)
+        isinstance(state, UnloadedObject)
         and isinstance(state.state, tuple)
         and state.state
         and isinstance(state.state[0], bytes)

@@ -11,29 +11,29 @@ import numpy as np
 import polars as pl
 
 from ...core.keys import MIXED
-from ...core.layer_names import is_aggregate, name_aggregate
+from ...core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ...core.scale_sources import ENGINE
-from ...core.table import load_modules
+from ...core.table import load_feature_modules
 from ...errors import ConfigError
 from ...record.schema import TABLES
-from ..loss.gap import find_rise_above
+from ..loss.gap import find_rise_above_baseline
 from ..loss.outcome import MAX_GAP, LossOutcome
 from ..loss.seeds import BaselineLoss, choose_baseline_loss
-from ..runs.metrics import Metrics
+from ..runs.metrics import MetricsTable
 from ..runs.run import Run
-from ..runs.settings import choose_reference, coverage_notes, list_comparability_warnings, list_differences
-from .drift import TAIL, group_tensors, measure_drifts
+from ..runs.settings import choose_reference, describe_coverage_gap, list_comparability_warnings, list_setting_differences
+from .drift import TAIL, count_out_of_band_groups, measure_drifts
 from .layer_matching import (
     count_layers,
-    has_other_depth,
-    match_by_name,
-    match_from_output,
+    filter_onsets_for_other_depth,
+    has_other_layer_count,
+    match_layers_from_output,
     read_weight_sizes,
-    select_despite_depth,
+    rename_layers_to_baseline,
 )
 from .onset import IN_A_ROW, find_onsets
 
-#: metrics that `Comparison.what_if` shows under other recipes
+#: metrics that `Comparison.list_what_if_metrics` shows under other recipes
 _WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 
 
@@ -67,7 +67,7 @@ class Comparison:
     @property
     def divergence_step(self) -> int | None:
         """Return the step from which the run's loss stays above the baseline's loss, or None if no such rise is visible."""
-        return self.loss.since
+        return self.loss.rise_step
 
     @cached_property
     def loss(self) -> LossOutcome:
@@ -80,30 +80,30 @@ class Comparison:
         return found if reference is None else replace(found, reference=reference.loss)
 
     @cached_property
-    def sampled_alike(self) -> bool:
+    def has_equal_sampling(self) -> bool:
         """Return True if both runs sampled the same tensors, and each tensor at the same steps.
 
         If so, medians over paired samples are equal to the medians of each run.
         """
         run, baseline = self.run.metrics, self.baseline.metrics
         same = run.tensors.equals(baseline.tensors) or set(run.tensors.rows()) == set(baseline.tensors.rows())
-        return same and np.array_equal(run.steps, baseline.steps) and run.is_complete and baseline.is_complete
+        return same and np.array_equal(run.steps, baseline.steps) and run.has_all_samples and baseline.has_all_samples
 
-    def groups(self) -> pl.DataFrame:
-        """Count the tensors out of band by kind, depth and role; see `group_tensors`."""
-        return group_tensors(self.tensors)
+    def count_out_of_band_groups(self) -> pl.DataFrame:
+        """Count the tensors out of band by kind, depth and role; see `count_out_of_band_groups`."""
+        return count_out_of_band_groups(self.tensors)
 
     def differences(self) -> pl.DataFrame:
-        """List the settings that differ; see `list_differences`."""
-        return list_differences(self.baseline.fingerprint, self.run.fingerprint)
+        """List the settings that differ; see `list_setting_differences`."""
+        return list_setting_differences(self.baseline.fingerprint, self.run.fingerprint)
 
     @cached_property
-    def features(self) -> dict[str, pl.DataFrame]:
+    def feature_comparisons(self) -> dict[str, pl.DataFrame]:
         """Return the results of `compare_runs` of all features in `observations` that have it, by feature."""
-        modules = load_modules("two_runs")
+        modules = load_feature_modules("two_runs")
         return {module.NAME: module.compare_runs(self.baseline, self.run) for module in modules}
 
-    def what_if(self) -> pl.DataFrame:
+    def list_what_if_metrics(self) -> pl.DataFrame:
         """Return metrics of the run's tensors under recipes that were tried in the run or replayed.
 
         Each tensor has one row for each recipe, with medians over the later half of the samples.
@@ -111,7 +111,7 @@ class Comparison:
         steps = pl.Series(self.run.metrics.steps)
         tail = steps.tail(max(1, round(len(steps) * TAIL)))
         columns = ["step", "layer", "role", "recipe", *_WEIGHED]
-        tables = (self.run.table(table.name) for table in TABLES.values() if table.has_what_if)
+        tables = (self.run.read_table(table.name) for table in TABLES.values() if table.has_what_if)
         uncast = [rows.filter(scale_source="what-if").select(columns) for rows in tables]
         rows = pl.concat([self.run.unused_recipe_metrics.select(columns), *uncast]).filter(
             pl.col("step").is_in(tail.implode())
@@ -164,14 +164,14 @@ def compare(
         run if run is None or isinstance(run, Run) else Run.read(run, by) for run in (baseline, run, reference)
     )
     assert first and second
-    second, notes = match_by_name(first, second, renames)
+    second, notes = rename_layers_to_baseline(first, second, renames)
     expected = _beside(first, second, [each if isinstance(each, Run) else Run.read(each, by, held=0) for each in others])
     ranked = measure_drifts(first, second)
     depths = _depths(first, second)
-    out_of_band = _with_lead(_out_of_band(first, second), find_rise_above(second.loss, expected.curve))
+    out_of_band = _with_lead(_out_of_band(first, second), find_rise_above_baseline(second.loss, expected.curve))
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
-    tensors, experts = split_off_experts(ranked)
+    tensors, experts = split_off_single_experts(ranked)
     notes = [
         *_mistaken(first, second),
         *choose_reference(second, other)[1],
@@ -181,16 +181,16 @@ def compare(
         *_coverage(first, second),
         *list_comparability_warnings(first, second),
     ]
-    notes += [f"In the run's model: {text}" for text in coverage_notes(second.fingerprint)]
+    notes += [f"In the run's model: {text}" for text in describe_coverage_gap(second.fingerprint)]
     return Comparison(
-        first, second, other, tensors, experts, *split_off_experts(out_of_band), tuple(notes), max_gap, expected
+        first, second, other, tensors, experts, *split_off_single_experts(out_of_band), tuple(notes), max_gap, expected
     )
 
 
 def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> BaselineLoss:
     """Return the loss with which the run's loss is compared."""
     for other in others:
-        if has_other_depth(*_layers_of(baseline, other)) or _differ_in_size(baseline, other):
+        if has_other_layer_count(*_layers_of(baseline, other)) or _differ_in_size(baseline, other):
             raise ConfigError(f"{other.path} and {baseline.path} are of different models: give baselines of one model")
     return choose_baseline_loss((run.path, run.loss), {each.path: each.loss for each in (baseline, *others)})
 
@@ -206,18 +206,18 @@ def _differ_in_size(baseline: Run, other: Run) -> bool:
 
 def _out_of_band(baseline: Run, run: Run) -> pl.DataFrame:
     """Return the rows of `find_onsets` that count, for tensors that an engine quantizes."""
-    expected, judged = baseline.metrics, select_quantized(run.metrics)
+    expected, judged = baseline.metrics, select_quantized_operands(run.metrics)
     found, layers = find_onsets(expected, judged), _layers_of(baseline, run)
-    if not has_other_depth(*layers):
+    if not has_other_layer_count(*layers):
         return found
-    names = match_from_output(*layers)
+    names = match_layers_from_output(*layers)
 
     def beside(tensors: pl.DataFrame) -> pl.DataFrame:
         theirs = tensors.with_columns(pl.col("layer").cast(pl.String).replace_strict(names))
         mine = {other: name for name, other in names.items()}
-        return find_onsets(expected.select_keys(theirs).renamed(mine), judged.select_keys(tensors))
+        return find_onsets(expected.select_tensors_by_key(theirs).rename_layers(mine), judged.select_tensors_by_key(tensors))
 
-    return select_despite_depth(found, names, beside)
+    return filter_onsets_for_other_depth(found, names, beside)
 
 
 def _layers_of(baseline: Run, run: Run) -> tuple[pl.Series, pl.Series]:
@@ -232,8 +232,8 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
     """Return a note if both runs are the same record, or if run and baseline seem to be swapped."""
     if baseline.path == run.path:
         return ["Both runs are the same record."]
-    since = find_rise_above(baseline.loss, run.loss)
-    if since is None or find_rise_above(run.loss, baseline.loss) is not None:
+    since = find_rise_above_baseline(baseline.loss, run.loss)
+    if since is None or find_rise_above_baseline(run.loss, baseline.loss) is not None:
         return []
     return [f"The baseline's loss stays above the run's from {baseline.unit} {since}: were the two swapped?"]
 
@@ -241,7 +241,7 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
 def _depths(baseline: Run, run: Run) -> list[str]:
     """Return a note if the models have different depths, because layer names do not show that."""
     layers = _layers_of(baseline, run)
-    if not has_other_depth(*layers):
+    if not has_other_layer_count(*layers):
         return []
     counts = list(map(count_layers, layers))
     return [
@@ -265,18 +265,22 @@ def _coverage(baseline: Run, run: Run) -> list[str]:
     return told
 
 
-def select_quantized(metrics: Metrics) -> Metrics:
+def select_quantized_operands(metrics: MetricsTable) -> MetricsTable:
     """Keep operands that an engine quantizes, because only these affect the run. If no engine quantizes any, keep all."""
     # The scale source of aggregated experts is MIXED even if no engine quantizes any of the experts.
-    return metrics.filter_rows("scale_source", (ENGINE, MIXED)) if ENGINE in metrics.unique("scale_source") else metrics
+    return (
+        metrics.filter_rows("scale_source", (ENGINE, MIXED))
+        if ENGINE in metrics.list_distinct_values("scale_source")
+        else metrics
+    )
 
 
-def split_off_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def split_off_single_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows without single experts whose aggregate also has rows, and the rows of these single experts."""
     names = rows["layer"].cast(pl.String).unique(maintain_order=True)
-    ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(name_aggregate, names)), dtype=pl.String)})
+    ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(find_expert_aggregate, names)), dtype=pl.String)})
     keys = rows.select(pl.col("layer", "role").cast(pl.String))
-    aggregates = keys.filter(pl.col("layer").is_in(list(filter(is_aggregate, names)))).unique()
+    aggregates = keys.filter(pl.col("layer").is_in(list(filter(is_expert_aggregate, names)))).unique()
     its = keys.join(ones, on="layer", how="left", maintain_order="left").select(layer="aggregate", role="role")
     apart = its.join(aggregates.with_columns(apart=True), on=["layer", "role"], how="left", maintain_order="left")["apart"]
     apart = apart.fill_null(False)

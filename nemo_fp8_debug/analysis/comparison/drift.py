@@ -10,11 +10,11 @@ import numpy.typing as npt
 import polars as pl
 
 from ...core.keys import SHOWN_AS
-from ...core.layer_names import is_aggregate, name_aggregate
+from ...core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ...errors import RecordError
 from ..runs.blocks import compute_by_tensor, map_tensor_chunks
-from ..runs.grid import Floats, Grid, SamplePairs, median
-from ..runs.metrics import select_common
+from ..runs.grid import Floats, MetricGrid, SamplePairs, compute_last_axis_median
+from ..runs.metrics import select_common_tensors
 from ..runs.run import Run
 
 #: a model with more layers than this is divided into thirds
@@ -23,37 +23,37 @@ _EACH = 8
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,18})(?=\.|$)")
 
 
-def read_kind(layer: str) -> str:
+def parse_gemm_kind(layer: str) -> str:
     """Return a GEMM's kind: `decoder.layers.3.mlp.linear_fc2` -> `linear_fc2`. Experts get the prefix `experts.`."""
     last = next((part for part in reversed(layer.split(".")) if not part.isdigit() and part != "*"), layer)
-    return f"experts.{last}" if is_aggregate(layer) or name_aggregate(layer) else last
+    return f"experts.{last}" if is_expert_aggregate(layer) or find_expert_aggregate(layer) else last
 
 
-def read_depth(layer: str) -> int | None:
+def parse_layer_index(layer: str) -> int | None:
     """Return the index of the layer that contains a GEMM, or None for GEMMs outside of numbered layers, such as the output
     layer.
     """
-    found = split_at_depth(layer)
+    found = split_at_layer_index(layer)
     return found[1] if found else None
 
 
-def split_at_depth(layer: str) -> tuple[str, int, str] | None:
+def split_at_layer_index(layer: str) -> tuple[str, int, str] | None:
     """Split a name at its layer index into prefix, index and suffix. Return None if the name has no index.
 
     Example:
-        >>> split_at_depth("decoder.layers.3.mlp.linear_fc2")
+        >>> split_at_layer_index("decoder.layers.3.mlp.linear_fc2")
         ('decoder.layers.', 3, '.mlp.linear_fc2')
     """
     found = _NUMBER.search(layer)
     return (layer[: found.start(1)], int(found[1]), layer[found.end(1) :]) if found else None
 
 
-def locate_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
+def add_kind_and_depth_columns(tensors: pl.DataFrame) -> pl.DataFrame:
     """Add columns kind, depth (null outside of numbered layers) and part (the part of the model, in words)."""
     names = tensors["layer"].unique()
-    depths = [read_depth(name) for name in names]
+    depths = [parse_layer_index(name) for name in names]
     places = pl.DataFrame(
-        {"layer": names, "kind": [read_kind(name) for name in names], "depth": pl.Series(depths, dtype=pl.Int64)},
+        {"layer": names, "kind": [parse_gemm_kind(name) for name in names], "depth": pl.Series(depths, dtype=pl.Int64)},
     )
     n = max((d for d in depths if d is not None), default=-1) + 1
     parts = [_part(depth, n) for depth in depths]
@@ -69,7 +69,7 @@ def _part(depth: int | None, n: int) -> str:
     return f"{third} third"
 
 
-def group_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
+def count_out_of_band_groups(tensors: pl.DataFrame) -> pl.DataFrame:
     """Count the tensors out of band by kind, depth and role.
 
     Args:
@@ -79,7 +79,7 @@ def group_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
         One row for each group, with the columns `by` (kind, depth or role), group, tensors (number of tensors), out_of_band
         (number of tensors out of band), onset (the earliest) and drift_log2 (the median).
     """
-    rows, tables = locate_tensors(tensors), []
+    rows, tables = add_kind_and_depth_columns(tensors), []
     for by, column in (("kind", "kind"), ("depth", "part"), ("role", "tensor")):
         of_all = rows.group_by(column, maintain_order=True).agg(
             pl.len().cast(pl.Int64).alias("tensors"),
@@ -94,14 +94,14 @@ def group_tensors(tensors: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(tables)
 
 
-def describe_concentration(tensors: pl.DataFrame) -> list[str]:
+def describe_common_property(tensors: pl.DataFrame) -> list[str]:
     """Describe in a sentence a property that only the tensors out of band have in common. Return no sentence if there is
     none.
 
     Args:
-        tensors: as in `group_tensors`.
+        tensors: as in `count_out_of_band_groups`.
     """
-    rows = locate_tensors(tensors)
+    rows = add_kind_and_depth_columns(tensors)
     out_of_band = rows.filter(pl.col("onset").is_not_null())
     if len(out_of_band) < 2:
         return []
@@ -152,8 +152,8 @@ def measure_drifts(baseline: Run, run: Run) -> pl.DataFrame:
     Raises:
         RecordError: the runs have no tensor or no step in common.
     """
-    both = select_common(baseline.metrics, run.metrics)
-    tail = SamplePairs.pair_nearest(*(each.steps for each in both)).last(TAIL)
+    both = select_common_tensors(baseline.metrics, run.metrics)
+    tail = SamplePairs.pair_nearest(*(each.steps for each in both)).select_last_part(TAIL)
     if not len(tail):
         raise RecordError(_nothing_in_common(baseline, run))
     later = both[0].select_samples(tail.baseline), both[1].select_samples(tail.run)
@@ -172,7 +172,7 @@ def measure_drifts(baseline: Run, run: Run) -> pl.DataFrame:
     ).select("layer", "tensor", "role", "drift_log2", pl.exclude("layer", "tensor", "role", "drift_log2", "mse_log2"))
 
 
-def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
+def _later(baseline: MetricGrid, run: MetricGrid) -> pl.DataFrame:
     """Compute the columns for the later samples, metric by metric, because only a few metrics of all tensors fit into
     memory.
 
@@ -189,38 +189,41 @@ def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
     )
 
 
-def _lost(baseline: Grid, run: Grid) -> pl.DataFrame:
+def _lost(baseline: MetricGrid, run: MetricGrid) -> pl.DataFrame:
     """Return the columns nonfinite_since and nonfinite_order; see `_nonfinite_since`."""
     return pl.DataFrame(compute_by_tensor([_nonfinite_since], baseline, run))
 
 
-def _in_both(baseline: Grid, run: Grid) -> npt.NDArray[np.bool_]:
+def _in_both(baseline: MetricGrid, run: MetricGrid) -> npt.NDArray[np.bool_]:
     """Return whether both runs sampled a tensor, [T, S]."""
     return baseline.sampled & run.sampled
 
 
-def _sampled(baseline: Grid, run: Grid) -> dict[str, npt.NDArray[np.bool_]]:
+def _sampled(baseline: MetricGrid, run: MetricGrid) -> dict[str, npt.NDArray[np.bool_]]:
     return {"sampled": _in_both(baseline, run).any(axis=1)}
 
 
-def _medians(metric: str, baseline: Grid, run: Grid) -> dict[str, Floats]:
+def _medians(metric: str, baseline: MetricGrid, run: MetricGrid) -> dict[str, Floats]:
     """Return columns `metric_baseline` and `metric_run`, and `metric_log2` for metrics that the ranking uses."""
     apart = ~_in_both(baseline, run)
     is_any_apart = bool(apart.any())
 
     def of_both(name: str) -> tuple[Floats, Floats]:
-        usual, found = baseline.metric(name), run.metric(name)
+        usual, found = baseline.read_metric(name), run.read_metric(name)
         if is_any_apart:
             usual[apart] = found[apart] = np.nan
         return usual, found
 
     both = of_both(metric)
-    medians = {f"{metric}_{which}": median(values) for which, values in zip(("baseline", "run"), both, strict=True)}
+    medians = {
+        f"{metric}_{which}": compute_last_axis_median(values)
+        for which, values in zip(("baseline", "run"), both, strict=True)
+    }
     if metric in _FLOORS:
-        medians[f"{metric.removesuffix('_pct')}_log2"] = median(_ratio_log2(*both, _FLOORS[metric]))
+        medians[f"{metric.removesuffix('_pct')}_log2"] = compute_last_axis_median(_ratio_log2(*both, _FLOORS[metric]))
     elif metric == "mse":
         true = _ratio_log2(*of_both("unscaled_mse"))  # independent of the loss scales
-        medians["mse_log2"] = median(np.where(np.isnan(true), _ratio_log2(*both), true))
+        medians["mse_log2"] = compute_last_axis_median(np.where(np.isnan(true), _ratio_log2(*both), true))
     return medians
 
 
@@ -232,19 +235,19 @@ def _ratio_log2(baseline: Floats, run: Floats, floor: float = 0.0) -> Floats:
     return ratio
 
 
-def _nonfinite_since(baseline: Grid, run: Grid) -> dict[str, Floats]:
+def _nonfinite_since(baseline: MetricGrid, run: MetricGrid) -> dict[str, Floats]:
     """Return for each tensor the first step at which only the run has NaN or infinity, and the tensor's place in execution
     order at this step.
     """
     pairs = SamplePairs.pair_nearest(baseline.steps, run.steps)
-    usual, found = (grid.metric("nonfinite")[:, at] for grid, at in ((baseline, pairs.baseline), (run, pairs.run)))
+    usual, found = (grid.read_metric("nonfinite")[:, at] for grid, at in ((baseline, pairs.baseline), (run, pairs.run)))
     bad_only = (found > 0) & (usual == 0)
     first, rows = bad_only.argmax(axis=1), np.arange(len(bad_only))
     ever = bad_only.any(axis=1)
     if not ever.any():
         return {name: np.full(len(ever), np.nan) for name in ("nonfinite_since", "nonfinite_order")}
     since = np.where(ever, run.steps[pairs.run][first], np.nan)
-    order = run.metric("nonfinite_order")[:, pairs.run]
+    order = run.read_metric("nonfinite_order")[:, pairs.run]
     return {"nonfinite_since": since, "nonfinite_order": np.where(ever, order[rows, first], np.nan)}
 
 

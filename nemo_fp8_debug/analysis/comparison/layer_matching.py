@@ -10,9 +10,9 @@ import polars as pl
 
 from ...core.keys import GRADIENTS
 from ...errors import ConfigError, RecordError
-from ..runs.metrics import Metrics
+from ..runs.metrics import MetricsTable
 from ..runs.run import Run
-from .drift import read_depth, read_kind, split_at_depth
+from .drift import parse_gemm_kind, parse_layer_index, split_at_layer_index
 from .onset import OF_GRADIENTS, OF_OTHER_MODELS
 
 _KEY = ["layer", "role"]
@@ -20,27 +20,27 @@ _KEY = ["layer", "role"]
 
 def count_layers(layers: Iterable[str]) -> int:
     """Count the layers of a model from the names of its GEMMs. Return 0 if the names have no indices."""
-    return len({read_depth(name) for name in layers} - {None})
+    return len({parse_layer_index(name) for name in layers} - {None})
 
 
-def has_other_depth(baseline: Iterable[str], run: Iterable[str]) -> bool:
+def has_other_layer_count(baseline: Iterable[str], run: Iterable[str]) -> bool:
     """Return True if the names show that the two models have different depths."""
     depths = count_layers(baseline), count_layers(run)
     return all(depths) and depths[0] != depths[1]
 
 
-def match_from_output(baseline: Iterable[str], run: Iterable[str]) -> dict[str, str]:
+def match_layers_from_output(baseline: Iterable[str], run: Iterable[str]) -> dict[str, str]:
     """Map each layer of the run to the baseline's layer at the same distance from the output, if their names differ.
 
     Example:
-        >>> match_from_output(["layers.0.fc1", "layers.1.fc1"], ["layers.0.fc1", "layers.1.fc1", "layers.2.fc1"])
+        >>> match_layers_from_output(["layers.0.fc1", "layers.1.fc1"], ["layers.0.fc1", "layers.1.fc1", "layers.2.fc1"])
         {'layers.1.fc1': 'layers.0.fc1', 'layers.2.fc1': 'layers.1.fc1'}
     """
     theirs, mine = set(baseline), dict.fromkeys(run)
     last = [_last_of(each) for each in (theirs, mine)]
     found = {}
     for name in mine:
-        if (parts := split_at_depth(name)) is None:
+        if (parts := split_at_layer_index(name)) is None:
             continue
         before, at, behind = parts
         shift = last[0].get(before, 0) - last[1][before]
@@ -54,12 +54,12 @@ def _last_of(layers: Iterable[str]) -> dict[str, int]:
     """Return the highest index in each stack of layers, by the prefix of the layers' names."""
     last: dict[str, int] = {}
     for name in layers:
-        if (parts := split_at_depth(name)) is not None:
+        if (parts := split_at_layer_index(name)) is not None:
             last[parts[0]] = max(last.get(parts[0], 0), parts[1])
     return last
 
 
-def select_despite_depth(
+def filter_onsets_for_other_depth(
     out_of_band: pl.DataFrame, names: Mapping[str, str], beside: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> pl.DataFrame:
     """Select the rows that count as out of band if the baseline has another depth. The limits are higher than for equal
@@ -70,7 +70,7 @@ def select_despite_depth(
 
     Args:
         out_of_band: the result of `find_onsets`.
-        names: the result of `match_from_output`.
+        names: the result of `match_layers_from_output`.
         beside: function that takes tensors (layer and role, with the run's names) and returns the result of `find_onsets`
             against the baseline's layers in `names`.
     """
@@ -96,7 +96,7 @@ Names = Mapping[str, str]
 Sizes = Mapping[str, int | None]
 
 
-def match_by_name(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[Run, list[str]]:
+def rename_layers_to_baseline(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[Run, list[str]]:
     """Rename the run's layers to the baseline's names. Return the run, and sentences that say how the names were matched.
 
     Args:
@@ -109,14 +109,14 @@ def match_by_name(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple
         RecordError: the layers' sizes differ, so the models are different.
     """
     sizes = [read_weight_sizes(run.metrics) for run in (baseline, run)]
-    names, told = match_layers(list(sizes[0]), list(sizes[1]), renames, lambda: (sizes[0], sizes[1]))
+    names, told = map_layers_to_baseline(list(sizes[0]), list(sizes[1]), renames, lambda: (sizes[0], sizes[1]))
     how = [told] if names else []
-    alike = run.renamed(names) if names else run
+    alike = run.rename_layers(names) if names else run
     run_sizes = {names.get(name, name): n for name, n in sizes[1].items()}
     return _without_others_sizes(alike, sizes[0], run_sizes, baseline.path, how), how + _alone(sizes[0], run_sizes)
 
 
-def match_layers(
+def map_layers_to_baseline(
     baseline: Sequence[str], run: Sequence[str], renames: Sequence[str], sizes: Callable[[], tuple[Sizes, Sizes]]
 ) -> tuple[Names, str]:
     """Map layers of the run to the baseline's names if the names differ. Also return sentences that say how they were
@@ -125,15 +125,15 @@ def match_layers(
     Args:
         baseline: layers of the baseline, in the order of the record.
         run: layers of the run, in the order of the record.
-        renames: as in `match_by_name`.
+        renames: as in `rename_layers_to_baseline`.
         sizes: function that returns the number of values of W in both runs, by layer. It is called only if names alone do
             not match.
 
     Raises:
-        ConfigError: as in `match_by_name`.
+        ConfigError: as in `rename_layers_to_baseline`.
 
     Example:
-        >>> match_layers(["0.fc1", "0.fc2"], ["model.0.fc1", "model.0.fc2"], (), sizes=lambda: ({}, {}))[0]
+        >>> map_layers_to_baseline(["0.fc1", "0.fc2"], ["model.0.fc1", "model.0.fc2"], (), sizes=lambda: ({}, {}))[0]
         {'model.0.fc1': '0.fc1', 'model.0.fc2': '0.fc2'}
     """
     if renames:
@@ -145,9 +145,9 @@ def match_layers(
     return (names, told) if names else _one_to_one(*sizes())
 
 
-def read_weight_sizes(metrics: Metrics) -> dict[str, int | None]:
+def read_weight_sizes(metrics: MetricsTable) -> dict[str, int | None]:
     """Return the number of values of W by layer, in order, or None if unknown."""
-    return dict.fromkeys(metrics.tensors["layer"]) | metrics.sizes_of_weights
+    return dict.fromkeys(metrics.tensors["layer"]) | metrics.weight_sizes
 
 
 def _by_hand(names: Sequence[str], renames: Sequence[str]) -> Names:
@@ -196,7 +196,7 @@ def _one_to_one(baseline: Sizes, run: Sizes) -> tuple[Names, str]:
     kind.
     """
     pairs = list(zip(run, baseline, strict=False))
-    kinds = {(read_kind(b), read_kind(g)) for b, g in pairs}
+    kinds = {(parse_gemm_kind(b), parse_gemm_kind(g)) for b, g in pairs}
     one_to_one = len(kinds) == len({k for k, _ in kinds}) == len({k for _, k in kinds})
     if (
         len(baseline) != len(run)

@@ -20,8 +20,8 @@ from ...core.keys import SHOWN_AS
 from ...core.threads import map_in_threads
 from ...numerics.limits import LEAST_VALUES
 from ..runs.blocks import map_tensor_chunks
-from ..runs.grid import Floats, Grid, Ints, lower_median
-from ..runs.metrics import Metrics, select_common
+from ..runs.grid import Floats, Ints, MetricGrid, compute_last_axis_lower_median
+from ..runs.metrics import MetricsTable, select_common_tensors
 from ..runs.source import Bools
 
 
@@ -52,12 +52,12 @@ class OnsetCriterion:
     #: least rise as a fraction of the usual value, because the large losses of FP4 vary by percentage points
     least_part: float = 0.0
 
-    def compute_threshold_above(self, usual: Floats) -> Floats:
+    def compute_least_rise_above(self, usual: Floats) -> Floats:
         """Return the least rise above the (scaled) usual value that counts."""
         least: Floats = np.fmax(self.least, self.least_part * usual)
         return least
 
-    def scaled(self, x: Floats) -> Floats:
+    def convert_to_severity_scale(self, x: Floats) -> Floats:
         """Convert values to the scale on which equal differences are equally serious."""
         return np.maximum(self.sign * (np.log2(np.maximum(x, self.floor)) if self.log2 else x), self.good)
 
@@ -88,7 +88,7 @@ RATE = 0.01
 CHANCE, FALLS = 4e-4, 6.0
 
 
-def select_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
+def drop_false_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
     """Keep the rows of tensors that are out of band by more than chance explains (Benjamini and Hochberg, JRSS B 57, 1995).
 
     NaN and infinity always count.
@@ -99,7 +99,7 @@ def select_discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
 
     Example:
         >>> rows = pl.DataFrame({"layer": ["fc1"], "role": ["input"], "metric": ["underflow_pct"], "excess": [1.6]})
-        >>> len(select_discoveries(rows, 60)), len(select_discoveries(rows, 6000))
+        >>> len(drop_false_discoveries(rows, 60)), len(drop_false_discoveries(rows, 6000))
         (1, 0)
     """
     if rows.is_empty():
@@ -150,7 +150,7 @@ _EXCHANGES = (
 )
 
 
-def find_onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
+def find_onsets(baseline: MetricsTable, run: MetricsTable) -> pl.DataFrame:
     """For each tensor in both runs, find the step at which it left the baseline's band.
 
     The runs may have sampled different steps. Only the range of steps that both runs cover is compared.
@@ -160,26 +160,26 @@ def find_onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
         role, tensor (the role's usual name), metric, onset (step), samples (number of consecutive samples out of band; a
         transient has fewer than 3), excess (the rise in units of the least rise that counts, median over the first
         of these samples), value and expected (the run's value and the baseline's running median at the onset). At most 1% of
-        the tensors are false discoveries (see `select_discoveries`).
+        the tensors are false discoveries (see `drop_false_discoveries`).
     """
-    both = select_common(baseline, run)
+    both = select_common_tensors(baseline, run)
     found = map_tensor_chunks(_rows, *both, together=_TOGETHER)
-    return select_discoveries(_in_order(found), len(both[0].tensors))
+    return drop_false_discoveries(_in_order(found), len(both[0].tensors))
 
 
-def find_unfiltered_onsets(baseline: Grid, run: Grid) -> pl.DataFrame:
+def find_unfiltered_onsets(baseline: MetricGrid, run: MetricGrid) -> pl.DataFrame:
     """Return the rows of `find_onsets` for two grids of the same tensors, without removing false discoveries."""
     return _in_order([_rows(baseline, run)])
 
 
-def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
+def _rows(baseline: MetricGrid, run: MetricGrid) -> list[list[Row]]:
     """Return the rows of the tensors that are out of band, for each metric.
 
     Only one or two metrics of all tensors fit into memory, so evaluate one metric after another, for some tensors at a time.
     """
 
-    def pair(some: slice, loses_more: Bools | None = None) -> RunPair:
-        return RunPair(baseline.select_by_index(some), run.select_by_index(some), loses_more)
+    def pair(some: slice, loses_more: Bools | None = None) -> AlignedRunSamples:
+        return AlignedRunSamples(baseline.select_tensors_by_index(some), run.select_tensors_by_index(some), loses_more)
 
     parts = baseline.slice_tensors()
     masks = list(map_in_threads(lambda some: pair(some).loses_more, parts))
@@ -220,10 +220,10 @@ _SCHEMA: Mapping[str, type[pl.DataType]] = {
 }
 
 
-class RunPair:
+class AlignedRunSamples:
     """The samples of two runs for the same tensors, limited to the steps of the run that the baseline covers."""
 
-    def __init__(self, baseline: Grid, run: Grid, loses_more: Bools | None = None) -> None:
+    def __init__(self, baseline: MetricGrid, run: MetricGrid, loses_more: Bools | None = None) -> None:
         """
         Args:
             loses_more: value of the property with this name, if already known.
@@ -240,10 +240,10 @@ class RunPair:
         self.steps = self._run.steps
         self._loses_more = loses_more
 
-    def select_by_index(self, some: Ints) -> RunPair:
+    def select_tensors_by_index(self, some: Ints) -> AlignedRunSamples:
         """Return the pair for some of the tensors, by index."""
         mask = None if self._loses_more is None else self._loses_more[some]
-        return RunPair(self._baseline.select_by_index(some), self._run.select_by_index(some), mask)
+        return AlignedRunSamples(self._baseline.select_tensors_by_index(some), self._run.select_tensors_by_index(some), mask)
 
     @property
     def loses_more(self) -> Bools:
@@ -271,18 +271,18 @@ class RunPair:
 
     def read_run_values(self, metric: str) -> Floats:
         """Return the values of the run, [T, S]."""
-        return self._run.metric(metric)
+        return self._run.read_metric(metric)
 
     def of_baseline(self, metric: str) -> Floats:
         """Return the values of the baseline at the baseline's steps."""
         if metric not in self._values:
-            self._values = {metric: self._baseline.metric(metric)}
+            self._values = {metric: self._baseline.read_metric(metric)}
         return self._values[metric]
 
     def medians(self, metric: str) -> Floats:
         """Return the running medians of the baseline at the baseline's steps."""
         if metric not in self._medians:
-            self._medians = {metric: running_median(self.of_baseline(metric))}
+            self._medians = {metric: compute_running_median(self.of_baseline(metric))}
         return self._medians[metric]
 
     def highest(self, evidence: OnsetCriterion) -> Floats:
@@ -290,7 +290,7 @@ class RunPair:
 
         In the baseline's first samples, scales have initial values, so use the first sample after them instead.
         """
-        values, steps = evidence.scaled(self.of_baseline(evidence.metric)), self._baseline.steps
+        values, steps = evidence.convert_to_severity_scale(self.of_baseline(evidence.metric)), self._baseline.steps
         if not len(steps):
             return np.full((len(values), len(self.steps)), np.nan)
         values[:, :FIRST] = values[:, min(FIRST, len(steps) - 1)][:, None]
@@ -300,75 +300,79 @@ class RunPair:
         return at
 
     @cached_property
-    def sizes(self) -> Floats:
+    def tensor_sizes(self) -> Floats:
         """Return the number of values of each tensor, [T, S], infinite if unknown. For experts, it varies between
         samples.
         """
-        n = self._run.metric("n")
+        n = self._run.read_metric("n")
         with np.errstate(invalid="ignore"):
             return np.where(n > 0, n, np.inf)
 
 
-def compute_limits(evidence: OnsetCriterion, pair: RunPair) -> Floats:
+def compute_band_limits(evidence: OnsetCriterion, pair: AlignedRunSamples) -> Floats:
     """Return the limit of the band, [T, S]. A tensor is out of band above the limit, or below the limit if a fall counts."""
     expected, _ = pair.compute_medians_and_values(evidence.metric)
-    return evidence.unscaled(_usual(evidence, expected, pair) + compute_rise_threshold(evidence, pair))
+    return evidence.unscaled(_usual(evidence, expected, pair) + compute_least_rise(evidence, pair))
 
 
-def compute_baseline_threshold(evidence: OnsetCriterion, values: Floats, medians: Floats) -> Floats:
+def compute_least_rise_from_baseline(evidence: OnsetCriterion, values: Floats, medians: Floats) -> Floats:
     """Return the least rise that counts, [T]: a fixed minimum, or more if the baseline itself varies by more.
 
     Args:
         values: values of the metric in the baseline, [T, S].
         medians: running medians of `values`, [T, S].
     """
-    usual = evidence.scaled(medians)
-    moves = np.abs(evidence.scaled(values) - usual)
-    spread = np.nan_to_num(1.4826 * lower_median(moves))  # an estimate of the standard deviation
+    usual = evidence.convert_to_severity_scale(medians)
+    moves = np.abs(evidence.convert_to_severity_scale(values) - usual)
+    spread = np.nan_to_num(1.4826 * compute_last_axis_lower_median(moves))  # an estimate of the standard deviation
     farthest = np.nan_to_num(np.fmax.reduce(moves[:, FIRST:], axis=1, initial=0.0))
-    counts = evidence.compute_threshold_above(lower_median(usual)) if evidence.least_part else evidence.least
+    counts = (
+        evidence.compute_least_rise_above(compute_last_axis_lower_median(usual)) if evidence.least_part else evidence.least
+    )
     least: Floats = np.fmax(counts, np.fmax(SPREADS * spread, farthest))
     return least
 
 
-def compute_size_threshold(evidence: OnsetCriterion, sizes: Floats) -> Floats:
+def compute_least_rise_for_size(evidence: OnsetCriterion, sizes: Floats) -> Floats:
     """Return the least rise in percent that affects enough values, for tensors of these sizes."""
     least: Floats = 100 * evidence.least_values / sizes
     return least
 
 
-def compute_rise_threshold(evidence: OnsetCriterion, pair: RunPair) -> Floats:
+def compute_least_rise(evidence: OnsetCriterion, pair: AlignedRunSamples) -> Floats:
     """Return the least rise that counts, [T, S], or [T, 1] if it is equal for all samples."""
-    least = compute_baseline_threshold(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[:, None]
-    return np.maximum(least, compute_size_threshold(evidence, pair.sizes)) if evidence.least_values else least
+    least = compute_least_rise_from_baseline(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[
+        :, None
+    ]
+    return np.maximum(least, compute_least_rise_for_size(evidence, pair.tensor_sizes)) if evidence.least_values else least
 
 
-def _usual(evidence: OnsetCriterion, expected: Floats, pair: RunPair) -> Floats:
+def _usual(evidence: OnsetCriterion, expected: Floats, pair: AlignedRunSamples) -> Floats:
     """Return the usual values, [T, S]. They include the baseline's transients around each step, which medians ignore."""
-    usual: Floats = np.fmax(evidence.scaled(expected), pair.highest(evidence))
+    usual: Floats = np.fmax(evidence.convert_to_severity_scale(expected), pair.highest(evidence))
     return usual
 
 
-def measure_excess(evidence: OnsetCriterion, pair: RunPair) -> tuple[Floats, Floats, Floats]:
+def measure_band_excess(evidence: OnsetCriterion, pair: AlignedRunSamples) -> tuple[Floats, Floats, Floats]:
     """Return the baseline's median, the run's values, and the excess in units of the least rise, [T, S] each.
 
     The excess is -inf in samples that do not count.
     """
     expected, found = pair.compute_medians_and_values(evidence.metric)
     with np.errstate(invalid="ignore"):  # both may be infinite
-        excess = evidence.scaled(found) - _usual(evidence, expected, pair)
-    excess /= compute_rise_threshold(evidence, pair)
+        excess = evidence.convert_to_severity_scale(found) - _usual(evidence, expected, pair)
+    excess /= compute_least_rise(evidence, pair)
     counts = ~np.isnan(excess) & (pair.loses_more | (not evidence.of_error) | (excess > evidence.anyway))
     return expected, found, np.where(counts, excess, -np.inf)
 
 
-def _out(evidence: OnsetCriterion, pair: RunPair) -> Iterator[Row]:
+def _out(evidence: OnsetCriterion, pair: AlignedRunSamples) -> Iterator[Row]:
     """Yield the rows of the tensors that are out of band by one metric."""
     places = _may_be_out(evidence, pair)
     if not len(places):
         return
-    pair = pair.select_by_index(places)
-    expected, found, excess = measure_excess(evidence, pair)
+    pair = pair.select_tensors_by_index(places)
+    expected, found, excess = measure_band_excess(evidence, pair)
     out = excess > 1
     needed = 1 if evidence.metric == "nonfinite" else IN_A_ROW
     for i in np.flatnonzero(out.any(axis=1)):
@@ -384,12 +388,12 @@ def _out(evidence: OnsetCriterion, pair: RunPair) -> Iterator[Row]:
             yield (*row, float(found[i, start]), float(expected[i, start]))
 
 
-def _may_be_out(evidence: OnsetCriterion, pair: RunPair) -> Ints:
+def _may_be_out(evidence: OnsetCriterion, pair: AlignedRunSamples) -> Ints:
     """Return the indices of the tensors that may be out of band, to skip the others.
 
     In some sample, the value of such a tensor is at least `least` above the baseline's largest value around this step.
     """
-    found = evidence.scaled(pair.read_run_values(evidence.metric))
+    found = evidence.convert_to_severity_scale(pair.read_run_values(evidence.metric))
     with np.errstate(invalid="ignore"):
         within = found - pair.highest(evidence) <= evidence.least
     rises = ~within & ~np.isnan(found)
@@ -406,7 +410,7 @@ def _transient(excess: Floats, times: float) -> int | None:
     return int(np.argmax(far)) if far.any() else None
 
 
-def running_median(values: Floats) -> Floats:
+def compute_running_median(values: Floats) -> Floats:
     """Return the running median over `_HALF` samples on either side, [T, S]. The window keeps its width at both ends."""
     n = values.shape[1]
     width = min(n, 2 * _HALF + 1)
@@ -421,11 +425,11 @@ def running_median(values: Floats) -> Floats:
 def _medians_of_windows(values: Floats, width: int) -> Floats:
     windows = np.lib.stride_tricks.sliding_window_view(values, width, axis=1)
     if width != 9:
-        return lower_median(windows)
+        return compute_last_axis_lower_median(windows)
     medians = _median_of_9([windows[..., i] for i in range(width)])
     holes = np.isnan(medians)  # the exchanges spread a NaN in a window to the result
     if holes.any():
-        medians[holes] = lower_median(windows[holes])
+        medians[holes] = compute_last_axis_lower_median(windows[holes])
     return medians
 
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from ..runs.grid import Floats, Grid, Ints
+from ..runs.grid import Floats, Ints, MetricGrid
 from .onset import (
     EVIDENCE,
+    AlignedRunSamples,
     OnsetCriterion,
-    RunPair,
-    compute_limits,
-    compute_rise_threshold,
+    compute_band_limits,
+    compute_least_rise,
+    drop_false_discoveries,
     find_unfiltered_onsets,
-    measure_excess,
-    select_discoveries,
+    measure_band_excess,
 )
 
 
@@ -51,7 +51,7 @@ class TensorBand:
     is_sure: bool
 
 
-def compute_tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
+def compute_tensor_band(baseline: MetricGrid, run: MetricGrid, tensors: int) -> TensorBand:
     """Compute the bands of a tensor.
 
     Args:
@@ -60,28 +60,29 @@ def compute_tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
         tensors: number of tensors in both runs. It matters because with many tensors, a few are out of band by chance.
 
     Example:
-        >>> from nemo_fp8_debug.analysis.runs.metrics import Metrics
+        >>> from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
         >>> rows = pl.DataFrame({"step": range(40), "layer": "fc1", "role": "input", "mse": 1e-3, "underflow_pct": 0.0})
         >>> risen = rows.with_columns((pl.col("underflow_pct", "mse") + pl.when(pl.col("step") < 20).then(0).otherwise(9.0)))
-        >>> found = compute_tensor_band(Metrics.from_rows(rows).grid, Metrics.from_rows(risen).grid, tensors=1)
+        >>> grids = [MetricsTable.from_rows(each).grid for each in (rows, risen)]
+        >>> found = compute_tensor_band(*grids, tensors=1)
         >>> found.onsets["onset"].to_list(), float(found.metrics["underflow_pct"].high[0])
         ([20], 1.0)
     """
-    pair, onsets = RunPair(baseline, run), find_unfiltered_onsets(baseline, run)
+    pair, onsets = AlignedRunSamples(baseline, run), find_unfiltered_onsets(baseline, run)
     names = dict.fromkeys(evidence.metric for evidence in EVIDENCE)
     metrics = {name: _band([e for e in EVIDENCE if e.metric == name], pair) for name in names}
-    return TensorBand(pair.steps, metrics, onsets, not select_discoveries(onsets, tensors).is_empty())
+    return TensorBand(pair.steps, metrics, onsets, not drop_false_discoveries(onsets, tensors).is_empty())
 
 
-def _band(evidence: list[OnsetCriterion], pair: RunPair) -> MetricBand:
+def _band(evidence: list[OnsetCriterion], pair: AlignedRunSamples) -> MetricBand:
     """Return the band of a metric, with an upper limit, and with a lower limit if falls count too."""
     expected, found = (values[0] for values in pair.compute_medians_and_values(evidence[0].metric))
-    ends = {e.sign: compute_limits(e, pair)[0] for e in evidence}
+    ends = {e.sign: compute_band_limits(e, pair)[0] for e in evidence}
     none = np.full_like(expected, np.nan)
     low, high = ends.get(-1, none), ends.get(1, none)
     with np.errstate(invalid="ignore"):
         beyond = (found > high) | (found < low)
-    counts = np.any([measure_excess(e, pair)[2][0] > 1 for e in evidence], axis=0)
-    least = float(np.min(compute_rise_threshold(evidence[0], pair)[0], initial=np.inf))
+    counts = np.any([measure_band_excess(e, pair)[2][0] > 1 for e in evidence], axis=0)
+    least = float(np.min(compute_least_rise(evidence[0], pair)[0], initial=np.inf))
     ratio = evidence[0].log2
     return MetricBand(low, expected, high, 2**least if ratio else least, ratio, int(beyond.sum()), int(counts.sum()))

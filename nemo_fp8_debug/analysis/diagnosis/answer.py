@@ -16,20 +16,20 @@ import polars as pl
 
 from ...core.keys import SHOWN_AS
 from ...core.scale_sources import QUANTIZED, describe_quantization
-from ...core.table import load_modules
+from ...core.table import load_feature_modules
 from .. import thresholds
 from ..comparison.compare import Comparison
 from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import LossOutcome
-from ..loss.step_change import measure_lasting_rise
-from ..runs.grid import Ints, measure_interval
+from ..loss.step_change import measure_gap_growth_at_fault
+from ..runs.grid import Ints, measure_sampling_interval
 from ..runs.run import Run
-from ..runs.settings import coverage_notes
+from ..runs.settings import describe_coverage_gap
 from .decide import Decision
 from .events import Event, list_events
-from .facts import Facts, Records
+from .facts import DiagnosedRecords, Facts
 from .finding import EXPLAINS, NOT_FP8, Finding
-from .limits import compute_early_warnings
+from .limits import compute_early_warning_scores
 
 #: confidence of a cause with fewer than `_FEWEST` verdicts in the benchmark
 _UNMEASURED = "medium"
@@ -61,11 +61,11 @@ def _read_counts() -> dict[str, tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class DiagnosisResult:
     """The findings of all rules, and the decision that follows from them."""
 
     facts: Facts
-    records: Records
+    records: DiagnosedRecords
     #: all findings, earliest first
     findings: Sequence[Finding]
     #: the outcome of the run's loss, compared with the baseline's loss. Without a baseline, the run's loss is compared with
@@ -112,23 +112,23 @@ class Answer:
         finding. If an unrecorded learning rate may be the cause, return `medium` at most.
         """
         measured = measure_confidence(self.decision, self.facts.paired)
-        return "medium" if measured == "high" and self.may_hide_rate else measured
+        return "medium" if measured == "high" and self.may_hide_learning_rate_change else measured
 
     @property
-    def records_rate(self) -> bool:
+    def records_learning_rate(self) -> bool:
         """Return True if the run recorded its learning rate."""
         return bool(self.run.steps["lr"].fill_nan(None).count())
 
     @property
-    def may_hide_rate(self) -> bool:
+    def may_hide_learning_rate_change(self) -> bool:
         """Return True if the finding could be the consequence of a learning rate that the run did not record."""
         chosen = self.decision.finding
         follows = chosen is not None and chosen.may_follow_the_loss and chosen.kind in EXPLAINS["rate"]
         is_harmed = self.divergence_step is not None or not self.facts.paired
-        return follows and is_harmed and not self.records_rate
+        return follows and is_harmed and not self.records_learning_rate
 
     @property
-    def about_fp8(self) -> bool | None:
+    def is_fp8_the_cause(self) -> bool | None:
         """Return True if FP8's representation of operands is the cause, False if it is not, None if the cause is unknown.
 
         If a reference run is given, FP8 is the cause only if the run's loss ends above the reference run's loss.
@@ -148,7 +148,7 @@ class Answer:
         """
         loss, chosen = self.loss.harm_onset_step, self.decision.finding
         if loss is not None and chosen is not None and chosen.since is not None and not chosen.slack:
-            interval = 1 if chosen.is_exact else int(measure_interval(self.facts.steps))
+            interval = 1 if chosen.is_exact else int(measure_sampling_interval(self.facts.steps))
             began = chosen.since - interval + 1
             loss = began if loss < began <= loss + self.loss.run.half else loss
         return min((step for step in (loss, self.stopped_at) if step is not None), default=None)
@@ -164,29 +164,35 @@ class Answer:
         return state_harm(self.loss, self.stopped_at, self.decision, self.facts.steps)
 
     @property
-    def lead(self) -> int | None:
+    def steps_before_divergence(self) -> int | None:
         """Return the number of steps from the culprit's onset to `divergence_step`, or None if either is unknown."""
         if self.culprit is None or self.culprit.since is None or self.divergence_step is None:
             return None
         return self.divergence_step - self.culprit.since
 
     @cached_property
-    def warning(self) -> tuple[int, float, str, str] | None:
+    def first_early_warning(self) -> tuple[int, float, str, str] | None:
         """Return the first sample in which an operand exceeded a limit that no healthy operand exceeds, or None.
 
         The tuple has the step, the multiple of the limit, the layer and the role.
         """
         return next(
-            iter(compute_early_warnings(self.run, self.records.beyond).filter(pl.col("score") > 1).head(1).rows()), None
+            iter(
+                compute_early_warning_scores(self.run, self.records.operands_over_limit)
+                .filter(pl.col("score") > 1)
+                .head(1)
+                .rows()
+            ),
+            None,
         )
 
     @cached_property
-    def details(self) -> Sequence[str]:
+    def culprit_details(self) -> Sequence[str]:
         """Return clauses with further details about the culprit, which optional features of the package provide."""
         found = self.culprit
         if found is None:
             return []
-        modules = [module for module in load_modules("rule") if hasattr(module, "describe_culprit")]
+        modules = [module for module in load_feature_modules("rule") if hasattr(module, "describe_culprit")]
         return [told for module in modules for told in module.describe_culprit(found, self.records)]
 
     @property
@@ -194,7 +200,7 @@ class Answer:
         """Return sentences about the limits of the comparison and of sampling."""
         if self.comparison is not None:
             return [*self.comparison.notes, *self._describe_plan(), *self._list_unsampled()]
-        known = [*filter(None, [describe_quantization(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
+        known = [*filter(None, [describe_quantization(self.run.quantization)]), *describe_coverage_gap(self.run.fingerprint)]
         bands = [self.judged_by] if self.judged_by and self.run.quantization == QUANTIZED else []
         return [*self.records.notes, *known, *bands, *self._describe_plan(), *self._list_unsampled()]
 
@@ -209,7 +215,7 @@ class Answer:
         return [f"A plan chose the recipe of {first}{more}. This is no fault."]
 
     def _list_unsampled(self) -> list[str]:
-        apart, unit = measure_interval(self.run.metrics.steps), self.run.unit
+        apart, unit = measure_sampling_interval(self.run.metrics.steps), self.run.unit
         if self.culprit is not None or apart <= 1:
             return []
         return [
@@ -220,7 +226,7 @@ class Answer:
     @property
     def events(self) -> Sequence[Event]:
         """Return the events of the run, in order."""
-        return list_events(self.findings, self.loss, self.warning)
+        return list_events(self.findings, self.loss, self.first_early_warning)
 
 
 #: kinds of causes that are no evidence of harm: recipes are changed on purpose, and the loss itself shows NaN
@@ -239,7 +245,7 @@ def state_harm(loss: LossOutcome, stopped_at: int | None, decision: Decision, sa
     if stopped_at is not None:
         return "harmful"
     if loss.harm == "unknown" and loss.gap is not None and decision.finding is not None:
-        above = loss.gap.percent > loss.max_gap and loss.gap.interval()[0] > 0
+        above = loss.gap.percent > loss.max_gap and loss.gap.compute_confidence_interval()[0] > 0
         found = decision.finding
         known = found.kind not in _NO_EVIDENCE and found.strength != "hint" and not found.is_transient
         if above and known and _came_with(loss, found.since, sampled):
@@ -253,4 +259,4 @@ def _came_with(loss: LossOutcome, since: int | None, sampled: Ints) -> bool:
     """Return True if the gap to the baseline grew after a step, or if that is unknown."""
     if loss.baseline is None or since is None:
         return True
-    return measure_lasting_rise(loss.run, loss.baseline, since, sampled) > loss.max_gap
+    return measure_gap_growth_at_fault(loss.run, loss.baseline, since, sampled) > loss.max_gap

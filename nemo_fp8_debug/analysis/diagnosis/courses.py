@@ -25,7 +25,7 @@ class LayerTimeline:
     #: index of the first sample that can be checked
     first: int
 
-    def since(self, out: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
+    def find_lasting_exit(self, out: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
         """Return the first index from which two consecutive samples are True in `out`, or None if there is no such index. If
         it is the last sample, this sample alone is enough.
         """
@@ -52,7 +52,7 @@ def build_layer_timelines(rows: pl.DataFrame, baseline: pl.DataFrame | None, met
     Example:
         >>> rows = pl.DataFrame({"step": range(12), "layer": ["a"] * 12, "amax": [1.0] * 8 + [9.0] * 4})
         >>> (course,) = build_layer_timelines(rows, None, "amax")
-        >>> course.usual.max(), course.since(course.values > 4)
+        >>> course.usual.max(), course.find_lasting_exit(course.values > 4)
         (1.0, 8)
     """
     found = []

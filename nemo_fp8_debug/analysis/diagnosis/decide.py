@@ -78,10 +78,10 @@ class Decision:
     @property
     def culprit(self) -> Finding | None:
         """Return the finding about the first faulty tensor, or None if no tensor is to blame or the tensor is unknown."""
-        return self.finding if self.finding is not None and self.finding.operand else None
+        return self.finding if self.finding is not None and self.finding.tensor_name else None
 
 
-def decide(findings: Sequence[Finding], evidence: DecisionInputs) -> Decision:
+def decide_cause(findings: Sequence[Finding], evidence: DecisionInputs) -> Decision:
     """Decide which cause the findings show."""
     candidates = [f for f in findings if _may_be_cause(f, findings, evidence)]
     first = [f for f in candidates if not any(_explains(other, f, evidence) for other in candidates if other is not f)]
@@ -101,12 +101,12 @@ def decide(findings: Sequence[Finding], evidence: DecisionInputs) -> Decision:
 def _rank(found: Finding) -> tuple[int, int, int, bool, float]:
     """Return the sort key of a finding: strength, time, precedence of its kind, whether it is about a tensor, and excess."""
     since = -1 if found.since is None else found.since
-    return -found.strength_rank, since, _ORDER.index(found.kind), found.operand is None, -(found.excess or 0.0)
+    return -found.strength_rank, since, _ORDER.index(found.kind), found.tensor_name is None, -(found.excess or 0.0)
 
 
 def _may_be_cause(found: Finding, findings: Sequence[Finding], evidence: DecisionInputs) -> bool:
     """Return True if a finding names a cause, and the fault began early enough to cause the harm."""
-    unnamed = found.cause == "unknown" and (found.operand is None or found.strength == "hint")
+    unnamed = found.cause == "unknown" and (found.tensor_name is None or found.strength == "hint")
     if found.cause == "none" or unnamed or (found.kind in OF_FP8 and not evidence.by_precision):
         return False
     if evidence.harmed_since is None or found.since is None or evidence.latest is None:
@@ -154,7 +154,12 @@ def _is_also_wrong(found: Finding, culprit: Finding) -> bool:
     """Return True if another tensor also went wrong independently: because of its scale, or, like the culprit, because of
     its values.
     """
-    if found.operand is None or found.strength == "hint" or found.operand == culprit.operand or found.kind not in OF_FP8:
+    if (
+        found.tensor_name is None
+        or found.strength == "hint"
+        or found.tensor_name == culprit.tensor_name
+        or found.kind not in OF_FP8
+    ):
         return False
     alike = (found.cause, found.since) == (culprit.cause, culprit.since)
     near = (

@@ -10,19 +10,19 @@ from typing import NamedTuple
 from ...core.keys import Key
 from ...errors import RecordError
 from ...numerics.limits import MADE_UP
-from ..bands.bands import Bands, choose_bands, describe_bands, judge_by_bands
+from ..bands.bands import HealthyBands, choose_bands, describe_band_check, judge_by_bands
 from ..comparison.compare import Comparison, compare
 from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import MAX_GAP, LossOutcome
-from ..loss.step_change import measure_rise_at_fault
+from ..loss.step_change import measure_loss_rise_at_fault
 from ..recommendation.options import Budget
 from ..recommendation.recommend import Recommendation
-from ..runs.grid import measure_interval
+from ..runs.grid import measure_sampling_interval
 from ..runs.run import Run
 from ..runs.settings import choose_reference
-from .decide import Decision, DecisionInputs, decide
+from .decide import Decision, DecisionInputs, decide_cause
 from .diagnosis import Diagnosis
-from .facts import Facts, Records
+from .facts import DiagnosedRecords, Facts
 from .finding import Finding
 from .rule import apply_rules, load_rules
 from .rules.losses import find_permanent_skips, skipped_steps
@@ -37,7 +37,7 @@ def diagnose(
     reference: Source | None = None,
     by: str = "step",
     max_gap: float = MAX_GAP,
-    bands: str | os.PathLike[str] | Bands | None = None,
+    bands: str | os.PathLike[str] | HealthyBands | None = None,
 ) -> Diagnosis:
     """Find the cause of a run's trouble.
 
@@ -69,7 +69,7 @@ def diagnose(
     if baselines:
         return diagnose_comparison(compare_for_diagnosis(run, baselines, reference, by, max_gap))
     facts, records = measure_facts(run, baselines, reference, by, max_gap, bands)
-    return replace(_diagnose_facts(facts, records), judged_by=describe_bands(records.bands))
+    return replace(_diagnose_facts(facts, records), judged_by=describe_band_check(records.bands))
 
 
 def measure_facts(
@@ -78,8 +78,8 @@ def measure_facts(
     reference: Source | None = None,
     by: str = "step",
     max_gap: float = MAX_GAP,
-    bands: str | os.PathLike[str] | Bands | None = None,
-) -> tuple[Facts, Records]:
+    bands: str | os.PathLike[str] | HealthyBands | None = None,
+) -> tuple[Facts, DiagnosedRecords]:
     """Return the facts for a diagnosis, and the records from which they are measured.
 
     The arguments are as in `diagnose`.
@@ -91,12 +91,12 @@ def measure_facts(
     if mine.metrics.is_empty():
         raise RecordError(f"{mine.path} has no sampled step: a diagnosis needs at least one")
     chosen = choose_bands(mine, bands)
-    records = Records(mine, bands=None if chosen is None else judge_by_bands(mine, chosen), notes=left_out)
+    records = DiagnosedRecords(mine, bands=None if chosen is None else judge_by_bands(mine, chosen), notes=left_out)
     return Facts.from_records(records, _judge_loss_alone(mine, other, max_gap)), records
 
 
-def _measure_compared(comparison: Comparison) -> tuple[Facts, Records]:
-    records = Records(comparison.run, comparison.baseline, comparison)
+def _measure_compared(comparison: Comparison) -> tuple[Facts, DiagnosedRecords]:
+    records = DiagnosedRecords(comparison.run, comparison.baseline, comparison)
     facts = Facts.from_records(records, comparison.loss)
     if facts.past_baseline is not None:
         own = facts.past_baseline.loss
@@ -130,7 +130,7 @@ def _read_reference(path: Source | None, by: str) -> Run | None:
 
 
 def _read(path: Source, by: str) -> Run:
-    return (path if isinstance(path, Run) else Run.read(path, by)).without_skipped()
+    return (path if isinstance(path, Run) else Run.read(path, by)).drop_skipped_steps()
 
 
 def diagnose_comparison(comparison: Comparison) -> Diagnosis:
@@ -174,7 +174,7 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     findings = sorted(apply_rules(facts, leave_out), key=lambda f: (-1 if f.since is None else f.since, -f.strength_rank))
     loss, stopped_at = _add_rise(facts, findings), find_permanent_skips(skipped_steps(facts).run)
     harmed_since = min((step for step in (loss.harm_onset_step, stopped_at) if step is not None), default=None)
-    interval = int(measure_interval(facts.steps))
+    interval = int(measure_sampling_interval(facts.steps))
     out = any(f.is_out_of_band and f.strength != "hint" for f in findings)
     # If noise may explain a gap to the baseline, we do not state that the loss is healthy.
     in_doubt = harmed_since is None and facts.paired and loss.harm == "unknown"
@@ -185,11 +185,11 @@ def judge_facts(facts: Facts, leave_out: Collection[str] = ()) -> Judgment:
     evidence = DecisionInputs(
         harmed_since, interval, settled, facts.paired, judged, loss.diverges, by_precision, max(2, len(loss.run.steps) // 30)
     )
-    decision = decide(findings, evidence)
+    decision = decide_cause(findings, evidence)
     return Judgment(findings, loss, stopped_at, decision)
 
 
-def _diagnose_facts(facts: Facts, records: Records) -> Diagnosis:
+def _diagnose_facts(facts: Facts, records: DiagnosedRecords) -> Diagnosis:
     missed = _list_not_compared(records.run, records.baseline)
     return Diagnosis(facts, records, *judge_facts(facts), not_compared=missed)
 
@@ -201,11 +201,12 @@ def _add_rise(facts: Facts, findings: Sequence[Finding]) -> LossOutcome:
         loss.gap is not None and (loss.gap.paired or loss.gap.percent <= loss.max_gap)
     ):
         return loss  # a rise that does not last to the end does not count as harm
-    if loss.gap is not None and loss.gap.interval()[0] <= 0:
+    if loss.gap is not None and loss.gap.compute_confidence_interval()[0] <= 0:
         return loss  # noise may explain the gap
     steps = sorted({f.since for f in findings if f.since is not None and f.strength != "hint"})
     rises = [
-        (step, measure_rise_at_fault(loss.run, loss.baseline, step, facts.steps, lasting=loss.max_gap)) for step in steps
+        (step, measure_loss_rise_at_fault(loss.run, loss.baseline, step, facts.steps, lasting=loss.max_gap))
+        for step in steps
     ]
     harmful = [(step, rise) for step, rise in rises if rise is not None and rise > loss.max_gap]
     return replace(loss, rise=harmful[0]) if harmful else loss
@@ -225,13 +226,13 @@ def _is_judged(facts: Facts, harmed_since: int | None, interval: int, out: bool)
     return not facts.paired or int((samples <= harmed_since + interval).sum()) >= IN_A_ROW
 
 
-def _find_shared(found: Diagnosis, records: Records) -> Sequence[Finding]:
+def _find_shared(found: Diagnosis, records: DiagnosedRecords) -> Sequence[Finding]:
     """Return the findings that run and baseline have in common, because a comparison cannot show these."""
     run, baseline = records.run, records.baseline
     assert baseline is not None
     mine = _find_alone(run, found.loss.max_gap)
     theirs = {(f.rule, f.cause, f.layer, f.role) for f in _find_alone(baseline, found.loss.max_gap)} if mine else set()
-    known = {(f.rule, f.layer, f.role) for f in found.findings if f.operand}
+    known = {(f.rule, f.layer, f.role) for f in found.findings if f.tensor_name}
     shared = [f for f in mine if (f.rule, f.cause, f.layer, f.role) in theirs and (f.rule, f.layer, f.role) not in known]
     since = [LossOutcome(each.loss, None, found.loss.max_gap).harm_onset_step for each in (run, baseline)]
     if None not in since:
@@ -242,7 +243,7 @@ def _find_shared(found: Diagnosis, records: Records) -> Sequence[Finding]:
 
 def _find_alone(run: Run, max_gap: float) -> list[Finding]:
     """Return the findings of the rules that need no baseline, without hints."""
-    facts = Facts.from_records(Records(run), LossOutcome(run.loss, None, max_gap))
+    facts = Facts.from_records(DiagnosedRecords(run), LossOutcome(run.loss, None, max_gap))
     others = [rule.name for rule in load_rules() if not rule.needs_no_baseline]
     return [f for f in apply_rules(facts, leave_out=others) if f.strength != "hint" and f.cause != "unknown"]
 
@@ -257,7 +258,7 @@ def _list_not_compared(run: Run, baseline: Run | None) -> list[str]:
         missed.append(f"what happened after {run.unit} {ends[-1]}, where the baseline ends")
     if len(losses) and len(steps):
         unsampled = losses[-1] - steps[-1]
-        if unsampled > measure_interval(steps):
+        if unsampled > measure_sampling_interval(steps):
             missed.append(f"what happened after {run.unit} {steps[-1]}, the last sample")
     mine, theirs = set(run.metrics.tensors.rows()), set(baseline.metrics.tensors.rows())
     if mine - theirs:

@@ -11,9 +11,9 @@ from ...core.keys import Key
 from ...errors import ConfigError, RecordError
 from ..formatting import make_jsonable
 from ..runs.run import Run
-from .answer import Answer
+from .answer import DiagnosisResult
 from .finding import NO_RECIPE
-from .flags import find_blamed, flag_operands
+from .flags import find_blamed_tensor, flag_operands_to_change
 from .narrator import tell_advice, tell_headline, tell_verdict
 
 if TYPE_CHECKING:  # recommendation imports torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # recommendation imports torch
 
 
 @dataclass(frozen=True)
-class Diagnosis(Answer):
+class Diagnosis(DiagnosisResult):
     """The answer about a run, with methods that describe it in words and recommend a change."""
 
     #: whether to include advice that needs a replay. A replay imports torch and takes seconds
@@ -44,20 +44,20 @@ class Diagnosis(Answer):
             [('layers.0.fc2', 'current-e5m2')]
         """
         from ..recommendation.options import Budget  # imports torch
-        from ..recommendation.recommend import find_over_budget, recommend
+        from ..recommendation.recommend import find_operands_over_budget, recommend
 
-        budget, flags, run = budget or Budget(), flag_operands(self), self.run
+        budget, flags, run = budget or Budget(), flag_operands_to_change(self), self.run
         if run.axis is not None:  # flags count consumed samples, but plans count steps
-            run = Run.read(run.path).renamed(run.renamed_to)
+            run = Run.read(run.path).rename_layers(run.renamed_to)
             flags = {key: replace(flag, out=None) for key, flag in flags.items()}
         if not operands:
-            alone = self.baseline is None and self.about_fp8 is not False and self.cause not in NO_RECIPE
-            operands = list(dict.fromkeys([*flags, *(find_over_budget(run, budget) if alone else ())]))
+            alone = self.baseline is None and self.is_fp8_the_cause is not False and self.cause not in NO_RECIPE
+            operands = list(dict.fromkeys([*flags, *(find_operands_over_budget(run, budget) if alone else ())]))
         return recommend(run, operands, budget, flags)
 
-    def find_fix(self, recommended: Recommendation) -> TensorFix | None:
+    def find_fix_of_blamed_tensor(self, recommended: Recommendation) -> TensorFix | None:
         """Return the recommended change of the blamed tensor, or None if no cast is to blame."""
-        blamed, own = find_blamed(self), self.run.own_names
+        blamed, own = find_blamed_tensor(self), self.run.recorded_names
         if blamed is None or blamed.layer is None:
             return None
         key = (own.get(blamed.layer, blamed.layer), blamed.role)
@@ -66,18 +66,18 @@ class Diagnosis(Answer):
     @cached_property
     def fix(self) -> TensorFix | None:
         """Return the first change on the ladder that helps the blamed tensor, or None if no change helps."""
-        blamed = find_blamed(self)
+        blamed = find_blamed_tensor(self)
         if not self.replays or blamed is None or blamed.layer is None or blamed.role is None:
             return None
         try:
-            return self.find_fix(self.recommend(operands=[(blamed.layer, blamed.role)]))
+            return self.find_fix_of_blamed_tensor(self.recommend(operands=[(blamed.layer, blamed.role)]))
         except (ConfigError, RecordError):
             return None
 
     @cached_property
     def advice(self) -> Sequence[str]:
         """Return sentences with the next steps. Headline, verdict, plan and command print only the first sentence."""
-        return tell_advice(self, self.fix) if self.replays or find_blamed(self) is None else []
+        return tell_advice(self, self.fix) if self.replays or find_blamed_tensor(self) is None else []
 
     def verdict(self) -> str:
         """Return the verdict in a few sentences."""
@@ -94,7 +94,7 @@ class Diagnosis(Answer):
                 "fix": self.fix,
                 "notes": self.notes,
                 "cause": self.cause,
-                "about_fp8": self.about_fp8,
+                "about_fp8": self.is_fp8_the_cause,
                 "confidence": self.confidence,
                 "harm": self.harm,
                 "gap": self.loss.gap,
@@ -107,12 +107,13 @@ class Diagnosis(Answer):
                 "seeds": self.loss.seeds,
                 "divergence_step": self.divergence_step,
                 "diverges": self.loss.diverges,
-                "lead": self.lead,
+                "lead": self.steps_before_divergence,
                 "culprit": self.culprit,
                 "cause_finding": self.decision.finding,
                 "likeliest": self.decision.likeliest,
-                "details": self.details,
-                "early_warning": self.warning and dict(zip(("step", "score", "layer", "role"), self.warning, strict=True)),
+                "details": self.culprit_details,
+                "early_warning": self.first_early_warning
+                and dict(zip(("step", "score", "layer", "role"), self.first_early_warning, strict=True)),
                 "also_wrong": self.decision.also,
                 "events": self.events,
                 "findings": self.findings,

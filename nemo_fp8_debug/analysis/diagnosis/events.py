@@ -57,7 +57,7 @@ def _list_loss_events(loss: LossOutcome) -> Iterator[Event]:
     """Yield the events of the loss: its departure from the baseline's loss, and its divergence."""
     since, diverges = (
         loss.harm_onset_step,
-        loss.run.nonfinite_from_step if loss.run.nonfinite_from_step is not None else loss.run.diverged_at,
+        loss.run.all_nonfinite_from_step if loss.run.all_nonfinite_from_step is not None else loss.run.divergence_step,
     )
     if since is not None and loss.baseline is not None:
         yield Event(since, "loss", "the loss departs from the baseline's")
@@ -70,7 +70,7 @@ def _make_event(found: Finding, kind: str) -> Event:
     if not kind:
         scale = found.kind == "scale" and not found.may_follow_the_loss
         kind = "nonfinite" if found.cause == "nonfinite" else "scale" if scale else "values"
-    where, means = found.operand or found.layer, CAUSES[found.cause].means
+    where, means = found.tensor_name or found.layer, CAUSES[found.cause].means
     what = means.format(tensor=where) if found.cause != "unknown" else found.evidence
     named = "{tensor}" in means or not where
     return Event(found.since, kind, what if named else f"{where}: {what}", found.layer, found.role)

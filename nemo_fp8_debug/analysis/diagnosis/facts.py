@@ -10,17 +10,17 @@ from typing import Any, Generic, TypeVar
 import polars as pl
 
 from ..bands.bands import JudgedRun
-from ..comparison.compare import Comparison, select_quantized
+from ..comparison.compare import Comparison, select_quantized_operands
 from ..loss.outcome import LossOutcome
 from ..runs.grid import Ints
 from ..runs.run import Run
-from .limits import find_over_limit
+from .limits import find_operands_over_limit
 
 Value_co = TypeVar("Value_co", covariant=True)
 
 
 @dataclass(frozen=True)
-class Records:
+class DiagnosedRecords:
     """The records that facts are measured from."""
 
     run: Run
@@ -33,9 +33,9 @@ class Records:
     notes: Sequence[str] = ()
 
     @cached_property
-    def beyond(self) -> pl.DataFrame:
-        """Return the operands of the run beyond a limit; see `find_over_limit`."""
-        return find_over_limit(select_quantized(self.run.metrics))
+    def operands_over_limit(self) -> pl.DataFrame:
+        """Return the operands of the run beyond a limit; see `find_operands_over_limit`."""
+        return find_operands_over_limit(select_quantized_operands(self.run.metrics))
 
 
 def subtract_baseline_tensors(
@@ -55,7 +55,7 @@ class Fact(Generic[Value_co]):
     facts.
     """
 
-    def __init__(self, measure: Callable[[Records], Value_co]) -> None:
+    def __init__(self, measure: Callable[[DiagnosedRecords], Value_co]) -> None:
         self.name, self.measure, self.__doc__ = measure.__name__, measure, measure.__doc__
 
     def __call__(self, facts: Facts) -> Value_co:
@@ -67,7 +67,7 @@ class Fact(Generic[Value_co]):
         return value
 
 
-def define_fact(measure: Callable[[Records], Value_co]) -> Fact[Value_co]:
+def define_fact(measure: Callable[[DiagnosedRecords], Value_co]) -> Fact[Value_co]:
     """Turn a function of records into a fact.
 
     Example:
@@ -99,13 +99,13 @@ class Facts:
     #: last sampled step of a baseline that ends before the run, otherwise -1
     baseline_end: int = -1
     #: the records; None if all needed facts are measured
-    records: Records | None = None
+    records: DiagnosedRecords | None = None
     #: facts of the run alone, without its baseline, if the baseline ends before the run
     past_baseline: Facts | None = None
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_records(cls, records: Records, loss: LossOutcome) -> Facts:
+    def from_records(cls, records: DiagnosedRecords, loss: LossOutcome) -> Facts:
         """Return the facts of a run. Each fact is measured when it is first used."""
         run, baseline = records.run, records.baseline
         facts = cls(
@@ -120,11 +120,11 @@ class Facts:
         )
         if facts.baseline_end >= 0:
             alone = LossOutcome(run.loss, None, loss.max_gap)
-            facts.past_baseline = cls.from_records(Records(run, bands=records.bands), alone)
+            facts.past_baseline = cls.from_records(DiagnosedRecords(run, bands=records.bands), alone)
         return facts
 
     @cached_property
-    def same_batches(self) -> bool:
+    def has_same_batches(self) -> bool:
         """Return True if run and baseline saw the same batches."""
         return self.loss.gap is not None and self.loss.gap.paired
 

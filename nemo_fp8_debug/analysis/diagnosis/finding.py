@@ -240,16 +240,16 @@ class Finding:
     others: Sequence[str] = ()
 
     @property
-    def operand(self) -> str | None:
+    def tensor_name(self) -> str | None:
         """Return the usual name of the tensor, or None if the finding is about the run as a whole."""
         return f"{SHOWN_AS[self.role]} of {self.layer}" if self.layer and self.role else None
 
     @property
-    def operands(self) -> str | None:
+    def tensor_names(self) -> str | None:
         """Return the usual name of the tensor, and the name or number of others with the same fault."""
         named = self.others[0] if len(self.others) == 1 else f"{len(self.others)} other operands"
         more = f" and {named}" if self.others else ""
-        return f"{self.operand}{more}" if self.operand else None
+        return f"{self.tensor_name}{more}" if self.tensor_name else None
 
     @property
     def is_out_of_band(self) -> bool:

@@ -11,13 +11,13 @@ from ...core.keys import GRADIENTS, ROLES, Key
 from ...core.scale_sources import QUANTIZED
 from ...core.text import format_number
 from ..recommendation.options import ChangeReason, RestoredSetting
-from ..runs.grid import measure_interval
+from ..runs.grid import measure_sampling_interval
 from ..runs.run import Run
-from ..runs.settings import usual_casts
-from .answer import Answer
+from ..runs.settings import find_usual_casts
+from .answer import DiagnosisResult
 from .finding import CAUSES, NO_RECIPE, NOT_FP8, OF_FP8, Finding
-from .ranking import harm_ranks
-from .rules.operands import has_lost_most, suspects
+from .ranking import rank_tensors_by_harm
+from .rules.operands import loses_most_values, suspects
 from .rules.recipe import recipe_changes
 
 #: causes that affect only the scale, so that another way to compute the scale helps
@@ -25,18 +25,18 @@ _ONLY_SCALE = ("stale_scale", "corrupted_scale", "clipping")
 _KEY = ["layer", "role"]
 
 
-def find_blamed(found: Answer) -> Finding | None:
+def find_blamed_tensor(found: DiagnosisResult) -> Finding | None:
     """Return the finding about the tensor whose cast is to blame, or most likely to blame. Return None if no cast is to
     blame.
     """
     likeliest = found.decision.likeliest if found.cause == "unknown" else ()
     chosen = found.decision.finding or next(iter(likeliest), None)
-    if chosen is None or chosen.operand is None or chosen.role not in ROLES:
+    if chosen is None or chosen.tensor_name is None or chosen.role not in ROLES:
         return None
     return chosen if CAUSES[chosen.cause].kind in OF_FP8 else None
 
 
-def flag_operands(found: Answer) -> dict[Key, ChangeReason]:
+def flag_operands_to_change(found: DiagnosisResult) -> dict[Key, ChangeReason]:
     """Return the operands to change, by harm rank.
 
     Flag the blamed operand, and operands that left the baseline's band before the loss diverged. If the loss follows the
@@ -47,7 +47,7 @@ def flag_operands(found: Answer) -> dict[Key, ChangeReason]:
     flagged: dict[Key, ChangeReason] = {}
     if found.cause in (*NOT_FP8, *NO_RECIPE):
         return flagged
-    blamed, out = find_blamed(found), _stretches(found)
+    blamed, out = find_blamed_tensor(found), _stretches(found)
     if blamed is not None and blamed.layer and blamed.role:
         key = (blamed.layer, blamed.role)
         flagged[key] = ChangeReason(
@@ -60,11 +60,11 @@ def flag_operands(found: Answer) -> dict[Key, ChangeReason]:
             for key in change.keys:
                 flagged.setdefault(key, ChangeReason("its recipe changed", out.get(key)))
     flagged = _add_undos(found, flagged, blamed)
-    ranks = harm_ranks(found)
+    ranks = rank_tensors_by_harm(found)
     return {key: flagged[key] for key in sorted(flagged, key=lambda key: ranks.get(key, len(ranks)))}
 
 
-def _flag_compared(found: Answer, flagged: dict[Key, ChangeReason], out: Mapping[Key, tuple[int, int]]) -> None:
+def _flag_compared(found: DiagnosisResult, flagged: dict[Key, ChangeReason], out: Mapping[Key, tuple[int, int]]) -> None:
     assert found.comparison is not None
     begun = (found.decision.culprit.since or 0) if found.decision.culprit else 0
     for row in found.comparison.out_of_band.iter_rows(named=True):
@@ -81,12 +81,12 @@ def _flag_compared(found: Answer, flagged: dict[Key, ChangeReason], out: Mapping
             flag = ChangeReason(f"{each.cause}: {each.evidence}", out.get(key), only_scale=each.cause in _ONLY_SCALE)
             flagged[key] = replace(flagged.setdefault(key, flag), only_scale=flag.only_scale)
     for suspect in suspects(found.facts):
-        if suspect.role not in GRADIENTS and has_lost_most(suspect):
+        if suspect.role not in GRADIENTS and loses_most_values(suspect):
             key = (suspect.layer, suspect.role)
             flagged.setdefault(key, ChangeReason(f"most values are lost from step {suspect.since} on", out.get(key)))
 
 
-def _stretches(found: Answer) -> dict[Key, tuple[int, int]]:
+def _stretches(found: DiagnosisResult) -> dict[Key, tuple[int, int]]:
     """Return the first and last step at which each operand was out of band by any metric."""
     if found.comparison is None:
         return {}
@@ -97,7 +97,9 @@ def _stretches(found: Answer) -> dict[Key, tuple[int, int]]:
     return {(layer, role): (onset, steps[end]) for layer, role, onset, end in each.iter_rows()}
 
 
-def _add_undos(found: Answer, flagged: Mapping[Key, ChangeReason], blamed: Finding | None) -> dict[Key, ChangeReason]:
+def _add_undos(
+    found: DiagnosisResult, flagged: Mapping[Key, ChangeReason], blamed: Finding | None
+) -> dict[Key, ChangeReason]:
     """Add to each flag the last change of its operand's recipe before the fault."""
     if blamed is not None and blamed.cause == "resumed_without_scales":
         lost = RestoredSetting(None, blamed.since, is_cause=True)
@@ -120,9 +122,9 @@ def _find_undos(run: Run, baseline: Run | None, until: Mapping[Key, int | None])
     """
     if run.quantization != QUANTIZED or not until:
         return {}
-    before, slack = _recipes_in(baseline, until), int(measure_interval(run.metrics.steps))
+    before, slack = _recipes_in(baseline, until), int(measure_sampling_interval(run.metrics.steps))
     keys = pl.DataFrame(list(until), schema=dict.fromkeys(_KEY, pl.String), orient="row")
-    rows = run.metrics.select_keys(keys).frame(["recipe"]).drop_nulls("recipe")
+    rows = run.metrics.select_tensors_by_key(keys).read_all_rows(["recipe"]).drop_nulls("recipe")
     found: dict[Key, RestoredSetting] = {}
     for key, of_key in rows.group_by(_KEY, maintain_order=True):
         mine, names = (str(key[0]), str(key[1])), of_key["recipe"]
@@ -143,5 +145,5 @@ def _recipes_in(baseline: Run | None, keys: Iterable[Key]) -> dict[Key, str]:
     if baseline is None or baseline.quantization != QUANTIZED:
         return {}
     wanted = set(keys)
-    casts = usual_casts(baseline.metrics).drop_nulls("recipe").iter_rows()
+    casts = find_usual_casts(baseline.metrics).drop_nulls("recipe").iter_rows()
     return {(layer, role): recipe for layer, role, recipe, _ in casts if (layer, role) in wanted}

@@ -9,17 +9,17 @@ import numpy as np
 import polars as pl
 
 from ...numerics.limits import FAR, FORMATS, LEAST_VALUES, LIMITS, MADE_UP
-from ..comparison.compare import select_quantized, split_off_experts
+from ..comparison.compare import select_quantized_operands, split_off_single_experts
 from ..runs.blocks import map_grid_slices, map_tensor_chunks
-from ..runs.grid import Floats, Grid
-from ..runs.metrics import Metrics
+from ..runs.grid import Floats, MetricGrid
+from ..runs.metrics import MetricsTable
 from ..runs.run import Run
 
 #: metrics that have limits, and the metric with the number of values
 COLUMNS = ("n", *LIMITS["input"])
 
 
-def find_over_limit(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
+def find_operands_over_limit(metrics: MetricsTable, least: float = 1.0) -> pl.DataFrame:
     """Find operands beyond a limit in two consecutive samples, or far beyond a limit in one sample.
 
     Args:
@@ -33,7 +33,7 @@ def find_over_limit(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
     Example:
         >>> nothing = {"layer": ["fc1"] * 5, "role": ["weight"] * 5, "underflow_pct": [0.0] * 5, "overflow_pct": [0.0] * 5}
         >>> off = pl.DataFrame(nothing | {"step": [0, 5, 10, 15, 20], "scale_ratio_log2": [9.0, 0, 0, 7, 7]})
-        >>> find_over_limit(Metrics.from_rows(off)).row(0)
+        >>> find_operands_over_limit(MetricsTable.from_rows(off)).row(0)
         ('fc1', 'weight', 15, 2.3333333333333335)
     """
     limited = select_fp8_operands(metrics)
@@ -47,7 +47,7 @@ def find_over_limit(metrics: Metrics, least: float = 1.0) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=schema, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
 
 
-def _beyond(least: float, grid: Grid) -> list[tuple[str, str, int, float]]:
+def _beyond(least: float, grid: MetricGrid) -> list[tuple[str, str, int, float]]:
     times = times_of_limits(grid)
     strength = strengths(times)
     found = []
@@ -60,7 +60,7 @@ def _beyond(least: float, grid: Grid) -> list[tuple[str, str, int, float]]:
     return found
 
 
-def select_fp8_operands(metrics: Metrics) -> Metrics:
+def select_fp8_operands(metrics: MetricsTable) -> MetricsTable:
     """Keep the rows of operands in FP8, because only these have limits."""
     return metrics.filter_rows("format", FORMATS) if "format" in metrics.columns else metrics
 
@@ -77,14 +77,14 @@ def strengths(times: Floats) -> Floats:
     return np.concatenate([np.zeros((len(times), times.shape[1] - judged.shape[1])), strength], axis=1)
 
 
-def times_of_limits(grid: Grid) -> Floats:
+def times_of_limits(grid: MetricGrid) -> Floats:
     """Return the largest multiple of a limit over all metrics, for each operand and sample, [T, S]; 0 if all are unknown."""
     roles = grid.tensors["role"].to_list()
     with np.errstate(divide="ignore"):
-        least = 100 * LEAST_VALUES / grid.metric("n")
+        least = 100 * LEAST_VALUES / grid.read_metric("n")
     limits = {metric: _limits(metric, roles)[:, None] for metric in LIMITS["input"]}
     limits |= {metric: np.fmax(limit, least) for metric, limit in limits.items() if metric.endswith("_pct")}
-    shown = [np.abs(grid.metric(metric)) / limit for metric, limit in limits.items()]
+    shown = [np.abs(grid.read_metric(metric)) / limit for metric, limit in limits.items()]
     times: Floats = np.nan_to_num(np.fmax.reduce(shown), posinf=np.inf)
     return times
 
@@ -94,15 +94,15 @@ def _limits(metric: str, roles: Sequence[str]) -> Floats:
     return np.array([LIMITS[role][metric] if role in LIMITS else np.nan for role in roles])
 
 
-def compute_early_warnings(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
+def compute_early_warning_scores(run: Run, beyond: pl.DataFrame | None = None) -> pl.DataFrame:
     """Return the early-warning score of each sample, and the operand that has this score.
 
     A score depends only on the sample and the previous sample, so the trigger `early_warning` can compute the score during
     the run. Only operands in FP8 have limits and scores.
 
     Args:
-        beyond: the result of `find_over_limit` for the run, if known. Then only these operands are read, because no other
-            operand has a score above 1.
+        beyond: the result of `find_operands_over_limit` for the run, if known. Then only these operands are read,
+            because no other operand has a score above 1.
 
     Returns:
         A table with step, score, layer and role. The score is the multiple of a limit that the worst operand reaches in both
@@ -110,14 +110,14 @@ def compute_early_warnings(run: Run, beyond: pl.DataFrame | None = None) -> pl.D
         warning. The first samples have initial scales and no score.
 
     Example:
-        >>> scores = compute_early_warnings(Run.read("runs/bad"))
+        >>> scores = compute_early_warning_scores(Run.read("runs/bad"))
         >>> scores.columns, scores["score"].max() > 1
         (['step', 'score', 'layer', 'role'], True)
     """
-    limited = select_fp8_operands(select_quantized(run.metrics))
-    judged = limited.select_tensors(split_off_experts(limited.tensors)[0])
+    limited = select_fp8_operands(select_quantized_operands(run.metrics))
+    judged = limited.select_tensors(split_off_single_experts(limited.tensors)[0])
     if beyond is not None:  # keep all steps, because a score depends on the previous sample
-        judged = judged.select_keeping_steps(
+        judged = judged.select_tensors_at_all_steps(
             judged.tensors.join(beyond, on=["layer", "role"], how="semi", maintain_order="left")
         )
     empty = pl.DataFrame(schema={"step": pl.Int64, "score": pl.Float64, "layer": pl.String, "role": pl.String})
@@ -132,7 +132,7 @@ def compute_early_warnings(run: Run, beyond: pl.DataFrame | None = None) -> pl.D
     return pl.concat([empty, *found]).sort("step", -pl.col("score"), maintain_order=True).unique("step", maintain_order=True)
 
 
-def _farthest(grid: Grid) -> pl.DataFrame:
+def _farthest(grid: MetricGrid) -> pl.DataFrame:
     """Return step, score, layer and role of the worst operand in each sample."""
     times = strengths(times_of_limits(grid))[:, MADE_UP:]
     worst = np.argmax(times, axis=0)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.keys import GRADIENTS, SHOWN_AS
-from ...core.text import format_number, format_power
+from ...core.text import format_number, format_power_of_two
 from ...numerics.metric_names import LABELS
 from ...record.schema import TABLES
 from ..comparison.onset import IN_A_ROW
 from ..loss.gap import CHECK_DATA, Gap
 from ..loss.outcome import OF_RANGE, LossOutcome
 from ..loss.seeds import SeedSpread
-from ..runs.grid import measure_interval
-from .answer import Answer
+from ..runs.grid import measure_sampling_interval
+from .answer import DiagnosisResult
 from .finding import CAUSES, NOT_FP8_ADVICE, Finding
 
 if TYPE_CHECKING:  # recommendation imports torch
@@ -61,7 +61,7 @@ def format_metric_value(metric: str, value: float | None) -> str:
     if value is None:
         return "-"
     if metric.endswith("_log2"):
-        return format_power(value)
+        return format_power_of_two(value)
     return format_number(value, "%" if metric.endswith("_pct") else "")
 
 
@@ -108,46 +108,48 @@ def tell_percent(value: float, of_range: bool = False, signed: bool = False) -> 
 # The verdict ------------------------------------------------------------------------------------------------------------
 
 
-def tell_headline(found: Answer) -> str:
+def tell_headline(found: DiagnosisResult) -> str:
     """Return the fault, with the tensor's name, and its effect on the loss, in at most 25 words."""
     return " ".join(filter(None, [_tell_trouble(found), tell_sentence(_tell_loss_shortly(found))]))
 
 
-def tell_verdict(found: Answer, advice: Sequence[str]) -> str:
+def tell_verdict(found: DiagnosisResult, advice: Sequence[str]) -> str:
     """Return the verdict: the fault, the next step, the loss, and the limits of the diagnosis.
 
     Args:
         advice: the result of `tell_advice`.
     """
-    return " ".join([*_tell_finding(found), *tell_next(found, advice), *_tell_outcome(found), *tell_missed(found)[:2]])
+    return " ".join(
+        [*_tell_finding(found), *tell_next_step(found, advice), *_tell_outcome(found), *tell_possible_misses(found)[:2]]
+    )
 
 
-def tell_conclusion(found: Answer) -> str:
+def tell_conclusion(found: DiagnosisResult) -> str:
     """Return the verdict without the next step and without the limits of the diagnosis."""
     return " ".join([*_tell_finding(found), *_tell_outcome(found)])
 
 
-def _tell_finding(found: Answer) -> list[str]:
+def _tell_finding(found: DiagnosisResult) -> list[str]:
     """Return sentences with the fault, its evidence, and unusual findings."""
     trouble = (_tell_trouble(found, found.confidence), _tell_evidence(found), _tell_unusual(found))
     return [*filter(None, trouble)]
 
 
-def _tell_outcome(found: Answer) -> list[str]:
+def _tell_outcome(found: DiagnosisResult) -> list[str]:
     """Return sentences about the outcome of the losses."""
-    sentences = [tell_loss(found.loss, found.run.unit, found.divergence_step)]
+    sentences = [tell_loss_outcome(found.loss, found.run.unit, found.divergence_step)]
     if found.harm == "likely" and found.loss.harm == "unknown":
         sentences.append("With this fault, harm is likely.")
     if found.stopped_at is not None:
         sentences.append(f"The optimizer takes no step from {found.run.unit} {found.stopped_at} on.")
-    sentences.append(tell_reference(found.loss, found.run.unit))
+    sentences.append(tell_reference_loss(found.loss, found.run.unit))
     if found.shared:
         shared = "; ".join(_name_finding(each, found.run.unit) for each in found.shared[:2])
         sentences.append(f"The baseline has the same trouble: {shared}.")
     return [*filter(None, sentences)]
 
 
-def _tell_trouble(found: Answer, confidence: str | None = None) -> str:
+def _tell_trouble(found: DiagnosisResult, confidence: str | None = None) -> str:
     """Return the faulty tensor or the cause, and the step of its onset.
 
     Args:
@@ -159,19 +161,19 @@ def _tell_trouble(found: Answer, confidence: str | None = None) -> str:
     means, since = CAUSES[chosen.cause].means, _tell_since(found, chosen)
     if _is_told_by_evidence(chosen):
         return tell_sentence(f"{chosen.evidence.partition('; ')[0]}{sure}")
-    if chosen.operand is None or "{tensor}" in means:
+    if chosen.tensor_name is None or "{tensor}" in means:
         layer = f"layer {chosen.layer}" if (chosen.layer or "").isdigit() else chosen.layer
-        where = f"in {layer}, " if layer and chosen.operand is None else ""
-        return tell_sentence(f"{where}{means.format(tensor=chosen.operands)} {since}{sure}")
-    return f"{chosen.operand} went wrong {since}{sure}: {means}."
+        where = f"in {layer}, " if layer and chosen.tensor_name is None else ""
+        return tell_sentence(f"{where}{means.format(tensor=chosen.tensor_names)} {since}{sure}")
+    return f"{chosen.tensor_name} went wrong {since}{sure}: {means}."
 
 
 def _is_told_by_evidence(chosen: Finding) -> bool:
     """Return True if the first clause of the evidence names the fault better than the cause's own words."""
-    return chosen.cause == "software" or (chosen.cause in ("nonfinite", "dead") and chosen.operand is None)
+    return chosen.cause == "software" or (chosen.cause in ("nonfinite", "dead") and chosen.tensor_name is None)
 
 
-def _tell_no_cause(found: Answer, sure: str) -> str:
+def _tell_no_cause(found: DiagnosisResult, sure: str) -> str:
     if found.cause == "software":
         return f"Something other than FP8's representation of the operands is wrong{sure}."
     if found.loss.is_far_below:
@@ -188,11 +190,11 @@ def _tell_no_cause(found: Answer, sure: str) -> str:
     return "We found nothing certain." if found.decision.likeliest else "We found nothing wrong."
 
 
-def _tell_doubt(found: Answer) -> str:
+def _tell_doubt(found: DiagnosisResult) -> str:
     """Return a clause with the reason why we do not state that a run without a finding is healthy."""
     if found.shared:
         return "We cannot tell whether anything is wrong"
-    if found.loss.lies_above:
+    if found.loss.exceeds_max_gap:
         return "The loss lies above the baseline's, and we found no cause"
     if found.facts.paired and found.loss.harm == "unknown":
         return "We found nothing wrong"
@@ -203,7 +205,7 @@ def _tell_doubt(found: Answer) -> str:
 
 
 def _name_finding(found: Finding, unit: str) -> str:
-    where, means = found.operand or found.layer, CAUSES[found.cause].means
+    where, means = found.tensor_name or found.layer, CAUSES[found.cause].means
     if found.cause in ("unknown", "software", "changed_recipe") or (where is None and means.startswith(("its ", "it "))):
         means = found.evidence
     is_told = found.since is None or (where is None and str(found.since) in means)
@@ -211,7 +213,7 @@ def _name_finding(found: Finding, unit: str) -> str:
     return f"{where}{since} ({means})" if where else f"{means}{since}"
 
 
-def list_unusual(found: Answer) -> list[Finding]:
+def list_unusual(found: DiagnosisResult) -> list[Finding]:
     """Return findings that the verdict does not blame: harmless faults, and hints that also occur in healthy runs."""
     if found.cause != "none" or found.harm in ("harmful", "likely"):
         return []
@@ -219,17 +221,18 @@ def list_unusual(found: Answer) -> list[Finding]:
     return [*sure, *(each for each in found.decision.likeliest if each not in sure)]
 
 
-def _tell_unusual(found: Answer) -> str:
+def _tell_unusual(found: DiagnosisResult) -> str:
     unusual = list_unusual(found)[:2]
     unit = found.run.unit
-    since = [f" since {unit} {each.since}" if each.operand and each.since is not None else "" for each in unusual]
+    since = [f" since {unit} {each.since}" if each.tensor_name and each.since is not None else "" for each in unusual]
     told = [
-        f"{each.operand or each.layer or each.rule}{at} ({each.evidence})" for each, at in zip(unusual, since, strict=True)
+        f"{each.tensor_name or each.layer or each.rule}{at} ({each.evidence})"
+        for each, at in zip(unusual, since, strict=True)
     ]
     return f"Unusual: {'; '.join(told)}." if told else ""
 
 
-def _tell_since(found: Answer, chosen: Finding) -> str:
+def _tell_since(found: DiagnosisResult, chosen: Finding) -> str:
     unit = found.run.unit
     if chosen.since is None:
         return f"at an unknown {unit}"
@@ -240,21 +243,21 @@ def _tell_since(found: Answer, chosen: Finding) -> str:
     if chosen.slack:
         return f"around {unit} {chosen.since}"
     # The fault may have begun at any step since the previous sample, and its effect may have grown over many steps.
-    sampled = not chosen.is_exact and (chosen.is_out_of_band or measure_interval(found.facts.steps) > 1)
+    sampled = not chosen.is_exact and (chosen.is_out_of_band or measure_sampling_interval(found.facts.steps) > 1)
     return f"{'at or before' if sampled else 'at'} {unit} {chosen.since}"
 
 
-def _tell_evidence(found: Answer) -> str:
+def _tell_evidence(found: DiagnosisResult) -> str:
     chosen = found.decision.finding
     if chosen is None:
         return ""
     if _is_told_by_evidence(chosen):
         return tell_sentence(chosen.evidence.partition("; ")[2])
-    also = ", ".join(filter(None, (each.operand for each in found.decision.also[:2])))
+    also = ", ".join(filter(None, (each.tensor_name for each in found.decision.also[:2])))
     return tell_sentence(chosen.evidence) + (f" Also wrong by then: {also}." if also else "")
 
 
-def tell_next(found: Answer, advice: Sequence[str]) -> list[str]:
+def tell_next_step(found: DiagnosisResult, advice: Sequence[str]) -> list[str]:
     """Return the first advice as the next step. For a wrong scale, also return the second advice, because the first advice
     is another cast, which only hides the fault.
     """
@@ -263,19 +266,23 @@ def tell_next(found: Answer, advice: Sequence[str]) -> list[str]:
     return [f"Next: {first[0].lower()}{first[1:]}", *advice[1:most]] if first else []
 
 
-def tell_missed(found: Answer) -> list[str]:
+def tell_possible_misses(found: DiagnosisResult) -> list[str]:
     """Return sentences that name faults that we could have missed, but fewer sentences if the verdict names a cause."""
     missed = [f"We could have missed {part}." for part in found.not_compared]
     if found.decision.finding is not None:
-        doubt = ["The learning rate may be the cause: this run did not record it."] if found.may_hide_rate else []
+        doubt = (
+            ["The learning rate may be the cause: this run did not record it."]
+            if found.may_hide_learning_rate_change
+            else []
+        )
         return doubt + missed
-    rate = "" if found.records_rate else "the learning rate (not recorded), "
+    rate = "" if found.records_learning_rate else "the learning rate (not recorded), "
     unseen = f"{rate}data, gradients, kernels or communication"
     if found.baseline is None:
         missed.append(f"We could have missed a fault in {unseen}, or an operand that was wrong from the first step.")
-    elif found.cause != "software" and not (found.loss.harm == "none" and found.facts.same_batches):
+    elif found.cause != "software" and not (found.loss.harm == "none" and found.facts.has_same_batches):
         missed.append(f"We could have missed a fault in {unseen}.")
-    absent = [table for table in TABLES.values() if table.checks and found.run.table(table.name).is_empty()]
+    absent = [table for table in TABLES.values() if table.checks and found.run.read_table(table.name).is_empty()]
     if absent:
         what = " and ".join(table.checks for table in absent)
         how = " and ".join(f"`{table.option}`" for table in absent)
@@ -283,14 +290,14 @@ def tell_missed(found: Answer) -> list[str]:
     return missed
 
 
-def tell_verdict_reason(found: Answer) -> str:
+def tell_verdict_reason(found: DiagnosisResult) -> str:
     """Return the reason for the verdict in a few sentences with numbers."""
-    reference = tell_reference(found.loss, found.run.unit)
+    reference = tell_reference_loss(found.loss, found.run.unit)
     trouble = (_tell_trouble(found), _tell_evidence(found), _tell_unusual(found))
-    return " ".join(filter(None, [*trouble, reference, *tell_missed(found)]))
+    return " ".join(filter(None, [*trouble, reference, *tell_possible_misses(found)]))
 
 
-def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
+def tell_advice(found: DiagnosisResult, fix: TensorFix | None) -> list[str]:
     """Return sentences with the next steps. The first sentence is the advice, and the others say where to look.
 
     Args:
@@ -299,7 +306,7 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     chosen = [found.decision.finding] if found.decision.finding is not None else [*found.decision.likeliest]
     if not chosen and found.cause == "software":
         return [NOT_FP8_ADVICE]
-    changes = [] if fix is None or not (fix.changes or fix.needs_fp8_state) else [_tell_fix(fix, found)]
+    changes = [] if fix is None or not (fix.changes_cast or fix.needs_fp8_state) else [_tell_fix(fix, found)]
     told = list(dict.fromkeys(filter(None, [*changes, *(f.advise() for f in chosen)])))
     if found.decision.finding is not None or found.harm != "unknown":
         return told
@@ -310,34 +317,38 @@ def tell_advice(found: Answer, fix: TensorFix | None) -> list[str]:
     # Unusual findings come second, because healthy runs may show them.
     ask = "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
     if found.baseline is not None:
-        same = "" if found.facts.same_batches else "Give a baseline that saw the same batches, or repeat"
+        same = "" if found.facts.has_same_batches else "Give a baseline that saw the same batches, or repeat"
         ask = f"{same or 'Repeat'} `--baseline` for more seeds. Then we can detect smaller gaps."
     return [ask, *told]
 
 
-def _tell_fix(fix: TensorFix, found: Answer) -> str:
+def _tell_fix(fix: TensorFix, found: DiagnosisResult) -> str:
     """Return a sentence that names the change that helps a tensor, and all other operands that need the same change."""
     if fix.needs_fp8_state:
-        return f"Restore the FP8 state of {fix.name} (scales and amax histories) from the checkpoint."
-    back, name, culprit = "", fix.name, found.culprit
-    if fix.chosen.kind == "undo" and fix.undo is not None:
+        return f"Restore the FP8 state of {fix.tensor_name} (scales and amax histories) from the checkpoint."
+    back, name, culprit = "", fix.tensor_name, found.culprit
+    if fix.chosen_option.kind == "undo" and fix.undo is not None:
         back = ", as in the baseline" if fix.undo.since is None else f", as before {found.run.unit} {fix.undo.since}"
-        name = culprit.operands if culprit is not None and culprit.operand == fix.name and culprit.operands else name
-    what = f"Cast {name} in {fix.chosen.recipe}"
-    if fix.chosen.recipe == "bf16":
+        name = (
+            culprit.tensor_names
+            if culprit is not None and culprit.tensor_name == fix.tensor_name and culprit.tensor_names
+            else name
+        )
+    what = f"Cast {name} in {fix.chosen_option.recipe}"
+    if fix.chosen_option.recipe == "bf16":
         what = f"Leave {name} in BF16"
-    elif back and len(fix.settings) == 1:
-        ((setting, (now, then)),) = fix.settings.items()
+    elif back and len(fix.changed_scale_settings) == 1:
+        ((setting, (now, then)),) = fix.changed_scale_settings.items()
         what = f"Set {setting} of {name} from {now} back to {then}"
     return f"{what}{back}{_tell_gain(fix)}."
 
 
 def _tell_gain(fix: TensorFix) -> str:
     """Return a clause with the worst metric before and after the change, or an empty string if the metric is unknown."""
-    now, then = fix.options[0].errors, fix.chosen.errors
+    now, then = fix.options[0].errors, fix.chosen_option.errors
     if fix.metric is None or now is None or then is None or getattr(then, fix.metric) is None:
         return ""
-    about = "about " if fix.chosen.approximate else ""
+    about = "about " if fix.chosen_option.approximate else ""
     values = [format_metric_value(fix.metric, getattr(errors, fix.metric)) for errors in (now, then)]
     return f" ({LABELS[fix.metric][0]} {values[0]} -> {about}{values[1]})"
 
@@ -345,11 +356,11 @@ def _tell_gain(fix: TensorFix) -> str:
 # Tensors ----------------------------------------------------------------------------------------------------------------
 
 
-def explain_blame(row: Mapping[str, Any], found: Answer, zero_since: int | None = None) -> str:
+def explain_blame(row: Mapping[str, Any], found: DiagnosisResult, zero_since: int | None = None) -> str:
     """Explain why a tensor is blamed or not blamed.
 
     Args:
-        row: row of `rank_tensors`.
+        row: row of `make_tensor_ranking_table`.
         zero_since: first step from which all values of the tensor are zero, or None.
     """
     candidates = (found.culprit, *found.decision.also, *(f for f in found.findings if f.is_out_of_band))
@@ -357,7 +368,7 @@ def explain_blame(row: Mapping[str, Any], found: Answer, zero_since: int | None 
     zero = "" if zero_since is None else f" All its values are zero since {found.run.unit} {zero_since}."
     if named is not None and named in (found.culprit, *found.decision.also):
         what = "Blamed" if named is found.culprit else "Also wrong by then"
-        means = CAUSES[named.cause].means.format(tensor=named.operand)
+        means = CAUSES[named.cause].means.format(tensor=named.tensor_name)
         return f"{what}: {means}, since {found.run.unit} {row['onset']} ({named.evidence}).{zero}"
     if row["onset"] is None:
         return (_tell_badly(row) or _tell_within(row, found)) + zero
@@ -365,12 +376,12 @@ def explain_blame(row: Mapping[str, Any], found: Answer, zero_since: int | None 
     return f"Not blamed: out of band {_tell_after(row, found)} ({move}). {_tell_badly(row)}".strip() + zero
 
 
-def _tell_after(row: Mapping[str, Any], found: Answer) -> str:
+def _tell_after(row: Mapping[str, Any], found: DiagnosisResult) -> str:
     """Return a clause with the step at which a tensor left its band, and with the event that came before."""
     unit, onset, chosen = found.run.unit, row["onset"], found.decision.finding
     since = f"since {unit} {onset}"
     if chosen is not None and chosen.since is not None and onset >= chosen.since:
-        what = chosen.operand or ("the learning rate" if chosen.cause == "learning_rate" else "the cause")
+        what = chosen.tensor_name or ("the learning rate" if chosen.cause == "learning_rate" else "the cause")
         return f"{since}, {describe_step_distance(onset, chosen.since, unit)} {what}: a consequence"
     if found.divergence_step is not None and onset >= found.divergence_step:
         return f"{since}, {describe_step_distance(onset, found.divergence_step, unit)} the loss: a consequence"
@@ -390,7 +401,7 @@ def _tell_badly(row: Mapping[str, Any]) -> str:
     return "Large error, and no larger than in the baseline." if lost <= 1.2 * usually else ""
 
 
-def _tell_within(row: Mapping[str, Any], found: Answer) -> str:
+def _tell_within(row: Mapping[str, Any], found: DiagnosisResult) -> str:
     if row["has_baseline"]:
         return "Not blamed: within the baseline's band."
     if found.comparison is not None:
@@ -401,18 +412,18 @@ def _tell_within(row: Mapping[str, Any], found: Answer) -> str:
 # The loss ---------------------------------------------------------------------------------------------------------------
 
 
-def _tell_loss_shortly(found: Answer) -> str:
+def _tell_loss_shortly(found: DiagnosisResult) -> str:
     loss, unit = found.loss, found.run.unit
     if found.stopped_at is not None and found.stopped_at == found.divergence_step:
         return f"the optimizer takes no step from {unit} {found.stopped_at} on"
-    if loss.run.nonfinite_from_step is not None:
-        return f"the loss is NaN or infinite from {unit} {loss.run.nonfinite_from_step} on"
+    if loss.run.all_nonfinite_from_step is not None:
+        return f"the loss is NaN or infinite from {unit} {loss.run.all_nonfinite_from_step} on"
     if loss.harm_onset_step is not None:
         return f"the loss {_tell_departure_step(loss, unit, found.divergence_step)}"
     if found.harm == "likely":
         return "it probably harms the loss"
     if loss.harm == "none":
-        above = loss.gap is None or loss.gap.interval()[1] >= 0
+        above = loss.gap is None or loss.gap.compute_confidence_interval()[1] >= 0
         return "the loss follows the baseline's" if above else "the loss is not above the baseline's"
     if loss.is_far_below and loss.gap is not None:
         return f"the loss ends {loss.format_percentage(-loss.gap.percent)} below the baseline's"
@@ -425,8 +436,8 @@ def _tell_loss_shortly(found: Answer) -> str:
 
 def tell_loss_headline(loss: LossOutcome, unit: str) -> str:
     """Return a headline of at most 25 words from losses alone, before tensors are read."""
-    if loss.run.nonfinite_from_step is not None:
-        return f"The loss is NaN or infinite from {unit} {loss.run.nonfinite_from_step} on."
+    if loss.run.all_nonfinite_from_step is not None:
+        return f"The loss is NaN or infinite from {unit} {loss.run.all_nonfinite_from_step} on."
     if loss.harm_onset_step is not None:
         return f"The loss {_tell_departure_step(loss, unit, loss.harm_onset_step)}."
     if loss.is_far_below and loss.gap is not None:
@@ -450,23 +461,23 @@ def _tell_departed(loss: LossOutcome, unit: str, since: int | None, too: str = "
     """
     if loss.baseline is None:
         return f"{'diverged' if loss.diverges else 'jumped to another level'}{too} at {unit} {since}"
-    lowest = loss.run.lowest
-    falls_on = lowest is not None and loss.since is not None and lowest[0] > loss.since + loss.run.half
+    lowest = loss.run.minimum_step_and_loss
+    falls_on = lowest is not None and loss.rise_step is not None and lowest[0] > loss.rise_step + loss.run.half
     if loss.diverges and not falls_on:
         return f"diverged{too} at {unit} {since}"
     return f"departed from the baseline's{too} around {unit} {since}"
 
 
-def tell_loss(loss: LossOutcome, unit: str = "step", since: int | None = None) -> str:
+def tell_loss_outcome(loss: LossOutcome, unit: str = "step", since: int | None = None) -> str:
     """Describe the outcome of the loss in a sentence or two.
 
     Args:
         unit: unit of the steps, such as `step` or `sample`.
         since: step from which the run is harmed, if other evidence shows it.
     """
-    since = loss.since if since is None else since
-    if loss.run.nonfinite_from_step is not None:
-        return f"The loss is NaN or infinite from {unit} {loss.run.nonfinite_from_step} on."
+    since = loss.rise_step if since is None else since
+    if loss.run.all_nonfinite_from_step is not None:
+        return f"The loss is NaN or infinite from {unit} {loss.run.all_nonfinite_from_step} on."
     if not loss.run.has_enough_losses:
         n = len(loss.run.losses)
         if not n:
@@ -482,7 +493,7 @@ def tell_loss(loss: LossOutcome, unit: str = "step", since: int | None = None) -
 def _tell_loss_alone(loss: LossOutcome, unit: str, since: int | None) -> str:
     if loss.rise is not None:
         return f"The loss rose by {loss.format_percentage(loss.rise[1], loss.rise[0])} at {unit} {loss.rise[0]}."
-    if loss.run.diverged_at is not None and not loss.is_negative_from_zero:
+    if loss.run.divergence_step is not None and not loss.is_negative_from_zero:
         return f"The loss diverged at {unit} {since}: it rises for good."
     if loss.level_shift is not None and not loss.is_negative_from_zero:
         step, percent = loss.level_shift
@@ -490,7 +501,7 @@ def _tell_loss_alone(loss: LossOutcome, unit: str, since: int | None) -> str:
         return f"The loss jumped by {jump} at {unit} {step} and stays there, so harm is likely."
     if loss.is_negative_from_zero:
         return "The loss begins at zero and is negative, so a rise alone shows no harm. Give a baseline."
-    visible = loss.run.visible_rise
+    visible = loss.run.smallest_visible_rise
     seen = f" (a rise below {loss.format_percentage(visible)} would not show)" if np.isfinite(visible) else ""
     return f"The loss does not rise{seen}. Without a baseline, we cannot see a gap."
 
@@ -498,7 +509,7 @@ def _tell_loss_alone(loss: LossOutcome, unit: str, since: int | None) -> str:
 def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: int | None) -> str:
     whose = "the baseline's" if loss.seeds is None else "the baselines' mean"
     whose = "the reference run's" if loss.baseline is loss.reference else whose
-    if gap.infinite:
+    if gap.ends_nonfinite:
         return f"The loss departed from {whose} around {unit} {since} and ends without a number."
     end = tell_gap_end(gap, whose, loss.seeds)
     if loss.is_far_below:
@@ -514,8 +525,8 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
     if loss.harm == "gap":
         return f"The loss {end}, less than the {loss.max_gap:g}% that count as harm."
     if loss.harm == "none":
-        return f"The loss {'follows' if gap.interval()[1] >= 0 else 'is not above'} {whose}: it {end}."
-    low = gap.interval()[0]
+        return f"The loss {'follows' if gap.compute_confidence_interval()[1] >= 0 else 'is not above'} {whose}: it {end}."
+    low = gap.compute_confidence_interval()[0]
     if low > loss.max_gap and not gap.paired:
         return f"The loss {end}. {_tell_other_seeds(loss, gap)}"
     limit = loss.format_percentage(loss.max_gap)
@@ -524,7 +535,7 @@ def _tell_loss_against_baseline(loss: LossOutcome, gap: Gap, unit: str, since: i
 
 def tell_gap_end(gap: Gap, whose: str = "the baseline's", seeds: SeedSpread | None = None) -> str:
     """Return the predicate of a clause about the end of the loss. Its subject is *the loss* or *it*."""
-    low, high = gap.interval()
+    low, high = gap.compute_confidence_interval()
     side = "above" if gap.percent >= 0 else "below"
     amount = tell_percent(abs(gap.percent), gap.of_range)
     bounds = (low, high) if gap.percent >= 0 else (-high, -low)
@@ -546,13 +557,13 @@ def _tell_other_seeds(loss: LossOutcome, gap: Gap) -> str:
             if gap.percent <= limit
             else "One baseline cannot rule out the seed."
         )
-    reach = loss.seeds.compute_spread_bound(0.95)
+    reach = loss.seeds.compute_seed_limit(0.95)
     if gap.percent > reach:
         return "Fewer than 1 in 20 runs of another seed end as far above; that alone is not sure enough."
     return f"1 in 20 runs of another seed ends {format_number(reach)}% or more above this mean."
 
 
-def tell_reference(loss: LossOutcome, unit: str = "step") -> str:
+def tell_reference_loss(loss: LossOutcome, unit: str = "step") -> str:
     """Compare the reference run's loss with the run's loss in sentences. Return an empty string without a reference run."""
     if loss.reference is None:
         return ""
@@ -562,7 +573,7 @@ def tell_reference(loss: LossOutcome, unit: str = "step") -> str:
     if other.harm_onset_step is not None:
         too = " too" if loss.harm_onset_step is not None else ""
         lead = f"The reference run {_tell_departed(other, unit, other.harm_onset_step, too)}."
-    elif loss.harm_onset_step is not None and loss.has_full_reference:
+    elif loss.harm_onset_step is not None and loss.reference_reaches_end:
         lead = "The reference run is not harmed."
     else:
         lead = ""
@@ -570,13 +581,13 @@ def tell_reference(loss: LossOutcome, unit: str = "step") -> str:
         return lead
     if apart is None:
         return f"{lead} We cannot compare the losses of the run and the reference run.".strip()
-    if not loss.has_full_reference:
+    if not loss.reference_reaches_end:
         return (
             f"{lead} The reference run ends at {unit} {loss.reference.steps[-1]}, too early to judge the run's end.".strip()
         )
-    if apart.infinite:
+    if apart.ends_nonfinite:
         return lead
-    low, high = apart.interval()
+    low, high = apart.compute_confidence_interval()
     rest = f"The run's gap to the reference run is {tell_percent(apart.percent, apart.of_range, True)}"
     rest += f" (95% interval {format_number(low, signed=True)} to {format_number(high, signed=True)}%)"
     if loss.harm != "none" and not loss.is_far_below and not loss.differs_from_reference:

@@ -10,12 +10,12 @@ import numpy as np
 import polars as pl
 
 from ...core.keys import Key
-from ..comparison.compare import Comparison, split_off_experts
+from ..comparison.compare import Comparison, split_off_single_experts
 from ..comparison.drift import SHOWN, TAIL
 from ..runs.blocks import compute_by_tensor, map_tensor_chunks
-from ..runs.grid import Floats, Grid, median
+from ..runs.grid import Floats, MetricGrid, compute_last_axis_median
 from ..runs.run import Run
-from .answer import Answer
+from .answer import DiagnosisResult
 from .finding import Finding
 
 KEY = ["layer", "role"]
@@ -30,7 +30,7 @@ _OUT_OF_BAND: dict[str, type[pl.DataType]] = {
 _SCHEMA = {"layer": pl.String, "role": pl.String, "group": pl.Int64, "told": pl.Int64, "found_since": pl.Int64}
 
 
-def rank_tensors(found: Answer) -> pl.DataFrame:
+def make_tensor_ranking_table(found: DiagnosisResult) -> pl.DataFrame:
     """Rank the tensors of a run. The tensors that the verdict is based on come first.
 
     Returns:
@@ -44,7 +44,8 @@ def rank_tensors(found: Answer) -> pl.DataFrame:
 
     Example:
         >>> from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-        >>> rank_tensors(diagnose("runs/bad", "runs/baseline")).select("layer", "role", "harm_rank", "error_rank").columns
+        >>> ranking = make_tensor_ranking_table(diagnose("runs/bad", "runs/baseline"))
+        >>> ranking.select("layer", "role", "harm_rank", "error_rank").columns
         ['layer', 'role', 'harm_rank', 'error_rank']
     """
     named = _named(found)
@@ -62,19 +63,21 @@ def rank_tensors(found: Answer) -> pl.DataFrame:
     return rows.with_columns(ranks).drop("told", "found_since", "nonfinite")
 
 
-def harm_ranks(found: Answer) -> dict[Key, int]:
+def rank_tensors_by_harm(found: DiagnosisResult) -> dict[Key, int]:
     """Return the harm rank of each tensor, from 1."""
-    return {(layer, role): rank for layer, role, rank in rank_tensors(found).select(*KEY, "harm_rank").iter_rows()}
+    return {
+        (layer, role): rank for layer, role, rank in make_tensor_ranking_table(found).select(*KEY, "harm_rank").iter_rows()
+    }
 
 
-def order_by_harm(rows: Sequence[Mapping[str, Any]], found: Answer) -> list[dict[str, Any]]:
+def sort_rows_by_harm(rows: Sequence[Mapping[str, Any]], found: DiagnosisResult) -> list[dict[str, Any]]:
     """Return rows of tensors (with layer and role) in order of harm, with the column harm_rank."""
-    ranks = harm_ranks(found)
+    ranks = rank_tensors_by_harm(found)
     with_ranks = [{**row, "harm_rank": ranks[row["layer"], row["role"]]} for row in rows]
     return sorted(with_ranks, key=lambda row: row["harm_rank"])
 
 
-def _named(found: Answer) -> pl.DataFrame:
+def _named(found: DiagnosisResult) -> pl.DataFrame:
     """Return layer, role, group, told (index among the findings) and found_since of the tensors that findings name."""
     groups: dict[Key, tuple[int, int, int | None]] = {}
 
@@ -89,11 +92,13 @@ def _named(found: Answer) -> pl.DataFrame:
     return pl.DataFrame([(*key, *about) for key, about in groups.items()], _SCHEMA, orient="row")
 
 
-def _tensors(found: Answer, named: pl.DataFrame) -> pl.DataFrame:
+def _tensors(found: DiagnosisResult, named: pl.DataFrame) -> pl.DataFrame:
     """Return layer, role, drift_log2 and medians of all tensors, and of single experts that findings name."""
     run = _medians(found.run, "run", found.comparison)
-    run = run.join(compute_medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left")
-    apart = split_off_experts(run)[0]
+    run = run.join(
+        compute_tensor_medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left"
+    )
+    apart = split_off_single_experts(run)[0]
     rows = pl.concat([apart, run.join(apart, on=KEY, how="anti").join(named, on=KEY, how="semi")])
     missing = named.select(KEY).join(rows, on=KEY, how="anti", maintain_order="left")
     rows = pl.concat([rows, missing], how="diagonal")
@@ -109,16 +114,16 @@ def _tensors(found: Answer, named: pl.DataFrame) -> pl.DataFrame:
 
 def _medians(run: Run, suffix: str, comparison: Comparison | None) -> pl.DataFrame:
     """Return layer, role, `{metric}_{suffix}` and lost over the later half of the samples."""
-    if comparison is not None and comparison.sampled_alike:
+    if comparison is not None and comparison.has_equal_sampling:
         known = pl.concat([comparison.tensors, comparison.experts]).select(*KEY, *(f"{name}_{suffix}" for name in SHOWN))
         rows = run.metrics.tensors.join(known, on=KEY, how="left", maintain_order="left")
     else:
-        rows = compute_medians(run, SHOWN).rename({name: f"{name}_{suffix}" for name in SHOWN})
+        rows = compute_tensor_medians(run, SHOWN).rename({name: f"{name}_{suffix}" for name in SHOWN})
     shares = [pl.col(f"{name}_{suffix}") / of for name, of in _SHARES.items()]
     return rows.with_columns(lost=pl.max_horizontal(shares))
 
 
-def compute_medians(run: Run, metrics: Sequence[str], most: Sequence[str] = ()) -> pl.DataFrame:
+def compute_tensor_medians(run: Run, metrics: Sequence[str], most: Sequence[str] = ()) -> pl.DataFrame:
     """Return layer, role and each metric's median over the later half of the samples. For metrics in `most`, return the
     maximum.
     """
@@ -131,16 +136,16 @@ def compute_medians(run: Run, metrics: Sequence[str], most: Sequence[str] = ()) 
     return pl.concat(rows).with_columns(pl.col(metrics).fill_nan(None))
 
 
-def _columns(functions: Sequence[Callable[..., dict[str, Floats]]], grid: Grid) -> pl.DataFrame:
+def _columns(functions: Sequence[Callable[..., dict[str, Floats]]], grid: MetricGrid) -> pl.DataFrame:
     return grid.tensors.with_columns(**compute_by_tensor(functions, grid))
 
 
-def _of_later(metric: str, most: bool, grid: Grid) -> dict[str, Floats]:
-    values = grid.metric(metric)
-    return {metric: np.fmax.reduce(values, axis=1) if most else median(values)}
+def _of_later(metric: str, most: bool, grid: MetricGrid) -> dict[str, Floats]:
+    values = grid.read_metric(metric)
+    return {metric: np.fmax.reduce(values, axis=1) if most else compute_last_axis_median(values)}
 
 
-def _first_out(found: Answer) -> pl.DataFrame:
+def _first_out(found: DiagnosisResult) -> pl.DataFrame:
     """Return the first onset of each tensor out of the baseline's band, with metric, value, expected and excess."""
     if found.comparison is None:
         return pl.DataFrame(schema=_OUT_OF_BAND)

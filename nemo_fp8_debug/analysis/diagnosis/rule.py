@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ...core.table import load_modules
+from ...core.table import load_feature_modules
 from .facts import Fact, Facts
 from .finding import Finding
 
@@ -37,7 +37,7 @@ class Rule:
         return self.find.__doc__ or ""
 
 
-def rule(
+def register_rule(
     name: str, causes: Sequence[str], needs: Sequence[Fact[object]], event: str = "", needs_no_baseline: bool = False
 ) -> Callable[[Find], Find]:
     """Return a decorator that registers a function as a rule.
@@ -68,7 +68,7 @@ def load_rules() -> tuple[Rule, ...]:
     package = importlib.import_module(f"{__package__}.rules")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
-    load_modules("rule")
+    load_feature_modules("rule")
     return tuple(_REGISTRY[name] for name in sorted(_REGISTRY))
 
 

@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 _MOST_LAGS, _MOST_CARRIED = 10, 0.97
 
 
-def running_median(values: Floats, half: int) -> Floats:
+def compute_running_median(values: Floats, half: int) -> Floats:
     """Return the running median of a series. The window covers `half` values on either side of a value, and keeps its full
     width at both ends of the series.
     """
@@ -31,7 +31,7 @@ def running_median(values: Floats, half: int) -> Floats:
     return result
 
 
-def standard_error(values: Floats) -> tuple[float, int]:
+def estimate_standard_error(values: Floats) -> tuple[float, int]:
     """Return the standard error of the mean of an autocorrelated series, and its degrees of freedom for Student's t.
 
     An autoregression of an order chosen by AIC removes most dependence (Andrews and Monahan, Econometrica 60, 1992).
@@ -43,7 +43,7 @@ def standard_error(values: Floats) -> tuple[float, int]:
 
     Example:
         >>> noise = np.random.default_rng(0).normal(size=1000)
-        >>> error, freedom = standard_error(noise)
+        >>> error, freedom = estimate_standard_error(noise)
         >>> round(error * 1000**0.5, 1), freedom
         (0.9, 40)
     """
@@ -81,7 +81,7 @@ def _lagged(values: Floats, order: int) -> Floats:
     return np.lib.stride_tricks.sliding_window_view(values[:-1], order)[:, ::-1]
 
 
-def measure_persistence(noise: Floats) -> float:
+def compute_autocorrelation_factor(noise: Floats) -> float:
     """Return the factor by which first-order autocorrelation widens the standard error of a mean.
 
     Values are clipped at three standard deviations, because a steep part of a curve is not noise.
@@ -201,7 +201,7 @@ class LossCurve:
         losses = table["loss"].to_numpy().astype(np.float64)
         losses = np.where(np.isfinite(losses), losses, np.inf)
         half = max(2, len(losses) // 12)
-        return cls(table["step"].to_numpy(), losses, running_median(losses, half), half)
+        return cls(table["step"].to_numpy(), losses, compute_running_median(losses, half), half)
 
     @cached_property
     def percent_base(self) -> PercentBase | None:
@@ -211,7 +211,7 @@ class LossCurve:
         return measure_scale(self.losses)
 
     @property
-    def vanishes(self) -> bool:
+    def falls_near_zero(self) -> bool:
         """Return True if the loss falls to a thousandth of its highest value, so that most gradients are nearly zero."""
         return self.percent_base is not None and self.percent_base.is_range and bool((self.losses >= 0).all())
 
@@ -224,11 +224,11 @@ class LossCurve:
         first = float(np.median(finite[: max(3, len(finite) // 30)]))
         return abs(first) < thresholds.LEVEL_NEAR_ZERO * float(np.ptp(finite))
 
-    def measure_base_before(self, step: int) -> PercentBase | None:
+    def measure_percent_base_before(self, step: int) -> PercentBase | None:
         """Return the scale of the losses before a step; see `measure_scale`."""
         return measure_scale(self.losses[self.steps < step])
 
-    def raised(self, percent: float) -> LossCurve:
+    def raise_by_percent(self, percent: float) -> LossCurve:
         """Return the curve with all losses raised by a percentage."""
         part, both = percent / 100, (self.losses, self.smooth)
         losses, smooth = (
@@ -236,17 +236,17 @@ class LossCurve:
         )
         return LossCurve(self.steps, losses, smooth, self.half)
 
-    def same_as(self, other: LossCurve) -> bool:
+    def has_equal_losses(self, other: LossCurve) -> bool:
         """Return True if all losses are equal, as when the same record is given under two names."""
         return np.array_equal(self.steps, other.steps) and np.array_equal(self.losses, other.losses)
 
     @property
-    def final(self) -> float | None:
+    def final_loss(self) -> float | None:
         """Return the smoothed loss at the end, or None without losses."""
         return float(self.smooth[-1]) if len(self.smooth) else None
 
     @property
-    def lowest(self) -> tuple[int, float] | None:
+    def minimum_step_and_loss(self) -> tuple[int, float] | None:
         """Return the step and the value of the smoothed loss's minimum, or None without finite losses."""
         if not np.isfinite(self.smooth).any():
             return None
@@ -254,7 +254,7 @@ class LossCurve:
         return int(self.steps[i]), float(self.smooth[i])
 
     @property
-    def scatter(self) -> float:
+    def scatter_around_median(self) -> float:
         """Return the standard deviation of the losses around the smoothed loss, estimated from the median distance."""
         finite = np.isfinite(self.losses) & np.isfinite(self.smooth)
         if not finite.any():
@@ -262,13 +262,13 @@ class LossCurve:
         return float(np.median(np.abs(self.losses[finite] - self.smooth[finite]))) / 0.6745
 
     @property
-    def noise(self) -> float:
+    def noise_of_smoothed_loss(self) -> float:
         """Return the standard deviation that noise causes in the smoothed loss. The formula assumes a running median over
         Gaussian noise with the same autocorrelation.
         """
         with np.errstate(invalid="ignore"):
-            lasting = measure_persistence(self.losses - self.smooth)
-        return float(np.sqrt(np.pi / 2) * self.scatter * lasting / np.sqrt(2 * self.half + 1))
+            lasting = compute_autocorrelation_factor(self.losses - self.smooth)
+        return float(np.sqrt(np.pi / 2) * self.scatter_around_median * lasting / np.sqrt(2 * self.half + 1))
 
     @property
     def has_enough_losses(self) -> bool:
@@ -276,7 +276,7 @@ class LossCurve:
         return len(self.losses) > 2 * self.half
 
     @property
-    def nonfinite_from_step(self) -> int | None:
+    def all_nonfinite_from_step(self) -> int | None:
         """Return the first step from which no loss is finite, or None if one of the last two losses is finite."""
         lost = ~np.isfinite(self.losses)
         if len(lost) < 2 or not lost[-2:].all():
@@ -296,10 +296,12 @@ class LossCurve:
 
     def _least_rise(self, floor: float) -> float:
         # Because of noise, the minimum of a smoothed curve is 3 to 4 standard deviations lower than without noise.
-        return max(thresholds.MAX_GAP / 100 * self._whole(floor), 2 * thresholds.DEPARTS_SIGMAS * self.noise)
+        return max(
+            thresholds.MAX_GAP / 100 * self._whole(floor), 2 * thresholds.DEPARTS_SIGMAS * self.noise_of_smoothed_loss
+        )
 
     @property
-    def visible_rise(self) -> float:
+    def smallest_visible_rise(self) -> float:
         """Return the smallest rise above the smoothed minimum that counts, in percent; NaN without losses."""
         floor = float(self.smooth.min()) if len(self.smooth) else 0.0
         return 100 * self._least_rise(floor) / whole if (whole := self._whole(floor)) else float("nan")
@@ -315,12 +317,12 @@ class LossCurve:
         before, after = self._levels()
         if not len(before):
             return None
-        noise = np.sqrt(2) * self.noise * np.sqrt((2 * self.half + 1) / self.half)
+        noise = np.sqrt(2) * self.noise_of_smoothed_loss * np.sqrt((2 * self.half + 1) / self.half)
         with np.errstate(invalid="ignore"):  # infinity minus infinity is invalid
             rise = after - before
         at = int(np.argmax(np.where(np.isfinite(rise), rise, -np.inf)))
         step = int(self.steps[at + self.half])
-        whole = PercentBase.choose_base_value(self.measure_base_before(step), float(before[at]))
+        whole = PercentBase.choose_base_value(self.measure_percent_base_before(step), float(before[at]))
         if not rise[at] > max(thresholds.LEVEL_SIGMAS * noise, thresholds.LEVEL_PART * whole):
             return None
         return step, 100 * float(rise[at]) / whole
@@ -334,7 +336,7 @@ class LossCurve:
         return medians[: len(later)], np.minimum(later, _shifted(later, self.half))
 
     @property
-    def diverged_at(self) -> int | None:
+    def divergence_step(self) -> int | None:
         """Return the first step from which the smoothed loss stays above its own minimum, or None if there is no such
         step.
         """

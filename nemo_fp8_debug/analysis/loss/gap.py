@@ -12,7 +12,14 @@ import numpy.typing as npt
 from scipy.special import stdtrit
 
 from .. import thresholds
-from .curve import LossCurve, PercentBase, find_lasting_start, measure_persistence, running_median, standard_error
+from .curve import (
+    LossCurve,
+    PercentBase,
+    compute_autocorrelation_factor,
+    compute_running_median,
+    estimate_standard_error,
+    find_lasting_start,
+)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -49,7 +56,7 @@ class AlignedLosses:
         least = max(_ALIKE, _ERRORS / max(len(self.steps), 1) ** 0.5)
         return bool(self.correlation > least)
 
-    def last(self, part: float, after: int | None, least: int) -> AlignedLosses:
+    def select_last_part(self, part: float, after: int | None, least: int) -> AlignedLosses:
         """Return the last part of the places, with at least `least` places if there are so many. If `after` is not None,
         return all places after this step.
         """
@@ -112,7 +119,7 @@ def _correlation(run: Floats, baseline: Floats) -> float:
     moves = [np.diff(losses[finite]) for losses in (run, baseline)]
     if len(moves[0]) < 8:
         return float("nan")
-    mine, theirs = (_ranks(each - running_median(each, 5)) for each in moves)
+    mine, theirs = (_ranks(each - compute_running_median(each, 5)) for each in moves)
     with np.errstate(invalid="ignore"):  # constant losses cause a division by zero
         return float(np.corrcoef(mine, theirs)[0, 1])
 
@@ -156,7 +163,7 @@ class Gap:
     #: whether percentages are relative to the range of the baseline's losses, because these cross zero or come very near it
     of_range: bool = False
 
-    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    def compute_confidence_interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
         """Return the two-sided confidence interval of the gap, in percent."""
         reach = self.error * float(stdtrit(self.freedom, 0.5 + confidence / 2)) if self.error else 0.0
         return self.percent - reach, self.percent + reach
@@ -171,12 +178,12 @@ class Gap:
         """Return percent, low and high (bounds of the 95% interval), visible, first, last, n, paired, left_out and
         of_range.
         """
-        low, high = self.interval()
+        low, high = self.compute_confidence_interval()
         named = {name: getattr(self, name) for name in ("first", "last", "n", "paired", "left_out", "of_range")}
         return {"percent": self.percent, "low": low, "high": high, "visible": self.visible} | named
 
     @property
-    def infinite(self) -> bool:
+    def ends_nonfinite(self) -> bool:
         """Return True if the run's loss ends in NaN or infinity, or has too few finite values to average."""
         return not np.isfinite(self.percent)
 
@@ -210,7 +217,7 @@ def measure_aligned_gap(
     aligned: AlignedLosses, part: float = PART, after: int | None = None, fewest: int = FEWEST
 ) -> Gap | None:
     """Measure the gap of losses that are already aligned; see `measure_gap`."""
-    aligned = aligned.last(part, after, fewest)
+    aligned = aligned.select_last_part(part, after, fewest)
     known = np.isfinite(aligned.baseline)
     finite = known & np.isfinite(aligned.run)
     if known.sum() < TOO_FEW or (aligned.scale is None and not float(np.mean(aligned.baseline[known]))):
@@ -230,11 +237,11 @@ def relative(run: Floats, baseline: Floats, whole: float | None = None) -> tuple
         whole: the value that counts as 100%; None: the baseline's level, which may be negative.
     """
     if whole is not None:
-        error, freedom = standard_error(run - baseline)
+        error, freedom = estimate_standard_error(run - baseline)
         return 100 * float(run.mean() - baseline.mean()) / whole, 100 * error / whole, freedom
     level = float(baseline.mean())
     ratio = float(run.mean()) / level
-    error, freedom = standard_error(run - ratio * baseline)
+    error, freedom = estimate_standard_error(run - ratio * baseline)
     return 100 * (ratio - 1 if level > 0 else 1 - ratio), 100 * error / abs(level), freedom
 
 
@@ -243,7 +250,7 @@ def _gone(losses: Floats) -> bool:
     return bool(len(losses) > 1 and not np.isfinite(losses[-2:]).any())
 
 
-def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
+def find_rise_above_baseline(run: LossCurve, baseline: LossCurve) -> int | None:
     """Return the first step from which a run's loss stays above a baseline's loss, or None if no such rise is visible.
 
     Compare the run either with the baseline's loss at each step, or with the baseline's running median. Choose the
@@ -252,7 +259,7 @@ def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
     Example:
         >>> import polars as pl
         >>> tables = [pl.DataFrame({"step": range(100), "loss": [2.0] * 60 + [2 + rise] * 40}) for rise in (0.1, 0.0)]
-        >>> find_rise_above(*map(LossCurve.from_steps_table, tables))
+        >>> find_rise_above_baseline(*map(LossCurve.from_steps_table, tables))
         60
     """
     if not len(run.losses) or not len(baseline.losses):
@@ -273,11 +280,11 @@ def find_rise_above(run: LossCurve, baseline: LossCurve) -> int | None:
 
 def _apart(aligned: AlignedLosses, by_batch: bool, half: int) -> tuple[Floats, Floats, float]:
     """Return the run's distance above the baseline, the running median of this distance, and the noise of the median."""
-    reference = aligned.baseline if by_batch else running_median(aligned.baseline, half)
+    reference = aligned.baseline if by_batch else compute_running_median(aligned.baseline, half)
     with np.errstate(invalid="ignore"):
         # If both losses are infinite, the distance is 0.
         apart = np.nan_to_num(aligned.run - reference, nan=0.0, posinf=np.inf, neginf=-np.inf)
-        smooth = running_median(apart, half)
+        smooth = compute_running_median(apart, half)
         noise = _noise(apart - smooth, half)
         if not by_batch:
             noise = float(np.hypot(noise, _noise(aligned.baseline - reference, half)))
@@ -290,7 +297,7 @@ def _noise(apart: Floats, half: int) -> float:
     if not len(finite):
         return 0.0
     scatter = float(np.median(np.abs(finite))) / 0.6745
-    return float(np.sqrt(np.pi / 2) * scatter * measure_persistence(finite) / np.sqrt(2 * half + 1))
+    return float(np.sqrt(np.pi / 2) * scatter * compute_autocorrelation_factor(finite) / np.sqrt(2 * half + 1))
 
 
 def _is_sure(aligned: AlignedLosses, first: int) -> bool:
@@ -300,4 +307,4 @@ def _is_sure(aligned: AlignedLosses, first: int) -> bool:
     n = len(aligned.steps)
     start = max(min(max(first, round((1 - PART) * n)), n - TOO_FEW), 0)
     found = measure_aligned_gap(aligned, after=int(aligned.steps[start]) - 1)
-    return found is None or found.infinite or found.interval(thresholds.SURE)[0] > 0
+    return found is None or found.ends_nonfinite or found.compute_confidence_interval(thresholds.SURE)[0] > 0

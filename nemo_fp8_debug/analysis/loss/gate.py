@@ -27,7 +27,7 @@ PUBLISHED = (
 
 
 @dataclass(frozen=True)
-class Gate:
+class LossGate:
     """The outcome for one loss, with the gap and limits on which it is based."""
 
     #: limit of the gap, in percent
@@ -47,7 +47,7 @@ class Gate:
     together: int = 1
 
     @property
-    def bounds(self) -> tuple[float, float]:
+    def confidence_bounds(self) -> tuple[float, float]:
         """Return one-sided lower and upper bounds of the gap, in percent, each with 95% confidence.
 
         If several losses are checked, all lower bounds are valid together with 95% confidence.
@@ -62,7 +62,7 @@ class Gate:
         """Return `pass` (gap below the limit), `fail` (gap above the limit, or loss far below the baseline's loss) or
         `cannot tell`.
         """
-        low, high = self.bounds
+        low, high = self.confidence_bounds
         if self.is_far_below:
             return FAIL
         if high < self.max_gap:
@@ -72,10 +72,10 @@ class Gate:
     @property
     def is_far_below(self) -> bool:
         """Return True if the loss ends so far below the baseline's loss that the data must be checked first."""
-        return self.bounds[1] < min(self.max_gap, 0.0) - thresholds.OTHER_SEEDS
+        return self.confidence_bounds[1] < min(self.max_gap, 0.0) - thresholds.OTHER_SEEDS
 
     @property
-    def more_steps(self) -> int | None:
+    def estimated_steps_to_decide(self) -> int | None:
         """Estimate how many more steps are needed for a decision if the gap stays constant. Return None if the outcome is
         already decided, or if only more seeds can decide it.
         """
@@ -90,7 +90,7 @@ class Gate:
 
     def to_json(self) -> dict[str, Any]:
         """Return the gate as plain values, for `make_jsonable`."""
-        low, high = self.bounds
+        low, high = self.confidence_bounds
         return {
             "outcome": self.outcome,
             "max_gap": self.max_gap,
@@ -99,7 +99,7 @@ class Gate:
             "high": high,
             "of": self.of,
             "is_far_below": self.is_far_below,
-            "more_steps": self.more_steps,
+            "more_steps": self.estimated_steps_to_decide,
             "gaps": self.gaps,
             "published": [{"gap": gap, "of": what} for gap, what in PUBLISHED],
         }
@@ -115,7 +115,7 @@ def gate(
     part: float = PART,
     after: int | None = None,
     fewest: int = FEWEST,
-) -> Gate | None:
+) -> LossGate | None:
     """Accept or reject runs by the mean gap over their last part.
 
     With one run and one baseline, the result is the gap of this pair, in which the effects of recipe and seed are mixed.
@@ -158,7 +158,7 @@ def gate(
     measured = _of_the_recipe(runs, baselines, known) if len(gaps) > 1 else _of_a_pair(known[0])
     if of == THE_RECIPE and len(runs) > 1 and len(runs) != len(baselines):
         known = known[: len(runs)]
-    return Gate(max_gap, *measured, of, known, pairs[0].spacing, 1.0 if after is not None else part)
+    return LossGate(max_gap, *measured, of, known, pairs[0].spacing, 1.0 if after is not None else part)
 
 
 def _check(runs: Sequence[LossCurve], baselines: Sequence[LossCurve], max_gap: float, part: float) -> None:
@@ -172,7 +172,7 @@ def _check(runs: Sequence[LossCurve], baselines: Sequence[LossCurve], max_gap: f
             "baselines as runs, in the same order"
         )
     for which, curves in (("runs", runs), ("baselines", baselines)):
-        if any(one.same_as(other) for one, other in combinations(curves, 2)):
+        if any(one.has_equal_losses(other) for one, other in combinations(curves, 2)):
             raise ConfigError(f"two of the {which} have the same losses: give each run once, or the gap looks too certain")
 
 
@@ -199,7 +199,7 @@ def _of_the_recipe(
 TRAINING = "training"
 
 
-class Recorded(Protocol):
+class RecordedLosses(Protocol):
     """The losses of a run that `gate_all_losses` reads."""
 
     @property
@@ -212,18 +212,18 @@ class Recorded(Protocol):
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class GateResult:
     """The outcome for all losses of a run."""
 
     #: outcome for the training loss
-    loss: Gate
+    loss: LossGate
     #: outcomes for the losses of evaluations, by name
-    validation: Mapping[str, Gate]
+    validation: Mapping[str, LossGate]
     #: reasons why some evaluation losses are not checked, by name
     not_judged: Mapping[str, str]
 
     @property
-    def gates(self) -> Mapping[str, Gate]:
+    def gates(self) -> Mapping[str, LossGate]:
         """Return all gates by name, with the training loss first."""
         return {TRAINING: self.loss} | {f"validation, {name}": each for name, each in self.validation.items()}
 
@@ -236,7 +236,7 @@ class Acceptance:
         return FAIL if FAIL in found else CANNOT_TELL if CANNOT_TELL in found else PASS
 
     @property
-    def decisive(self) -> str:
+    def decisive_loss_name(self) -> str:
         """Return the name of the first loss whose outcome is also the overall outcome."""
         return next(name for name, each in self.gates.items() if each.outcome == self.outcome)
 
@@ -247,12 +247,12 @@ class Acceptance:
 
 
 def gate_all_losses(
-    runs: Sequence[Recorded],
-    baselines: Sequence[Recorded],
+    runs: Sequence[RecordedLosses],
+    baselines: Sequence[RecordedLosses],
     max_gap: float,
     part: float = PART,
     after: int | None = None,
-) -> Acceptance | None:
+) -> GateResult | None:
     """Accept or reject runs by all losses that both the runs and their baselines record. The arguments are as in `gate`.
 
     Evaluations use the same data each time, so the noise of their gap comes only from the weights, which change slowly. With
@@ -268,7 +268,7 @@ def gate_all_losses(
     trained = gate([run.loss for run in runs], [run.loss for run in baselines], max_gap, part, after)
     if trained is None:
         return None
-    validation, not_judged = dict[str, Gate](), dict[str, str]()
+    validation, not_judged = dict[str, LossGate](), dict[str, str]()
     for name in dict.fromkeys(name for run in (*runs, *baselines) for name in run.validation):
         if not all(name in run.validation for run in (*runs, *baselines)):
             not_judged[name] = "not all runs have it"
@@ -283,4 +283,4 @@ def gate_all_losses(
             validation[name] = found
     together = 1 + len(validation)
     judged = {name: replace(each, together=together) for name, each in validation.items()}
-    return Acceptance(replace(trained, together=together), judged, not_judged)
+    return GateResult(replace(trained, together=together), judged, not_judged)

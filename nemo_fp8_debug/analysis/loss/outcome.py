@@ -10,9 +10,9 @@ import numpy as np
 from ...core.text import format_number
 from .. import thresholds
 from .curve import LossCurve
-from .gap import Gap, find_rise_above, measure_gap
+from .gap import Gap, find_rise_above_baseline, measure_gap
 from .seeds import SeedSpread
-from .step_change import find_jump, measure_rise
+from .step_change import find_largest_loss_jump, measure_loss_rise_at_step
 
 #: largest gap that does not count as harm, in percent of the baseline's mean loss over the last part of the run
 MAX_GAP = thresholds.MAX_GAP
@@ -84,7 +84,7 @@ class LossOutcome:
         found = self.gap_to_reference
         if found is None:
             return None
-        low, high = found.interval() if not found.infinite else (np.inf, np.inf)
+        low, high = found.compute_confidence_interval() if not found.ends_nonfinite else (np.inf, np.inf)
         other = self.reference_outcome
         both_harmed = other is not None and other.harm == "harmful" and high < self.max_gap
         if low > 0 and not both_harmed:
@@ -93,7 +93,7 @@ class LossOutcome:
         return False if high < explained and self._lasts(found) else None
 
     @property
-    def has_full_reference(self) -> bool:
+    def reference_reaches_end(self) -> bool:
         """Return True if the reference run reaches the last twentieth of the run."""
         return self.gap_to_reference is not None and self._lasts(self.gap_to_reference)
 
@@ -101,14 +101,19 @@ class LossOutcome:
         return bool(found.last >= self.run.steps[int(0.95 * (len(self.run.steps) - 1))])
 
     @cached_property
-    def since(self) -> int | None:
+    def rise_step(self) -> int | None:
         """Return the first step from which the loss stays above the baseline's loss or above its own minimum, or None.
 
         If the loss rises at the step of a finding, return this step, because a different seed may explain an earlier gap.
         With several baselines, return the step from which the loss stays above most other seeds, if there is such a step.
         """
         stays = None if self.rise else self._risen
-        found = (stays, self.run.nonfinite_from_step, self.rise and self.rise[0], self.level_shift and self.level_shift[0])
+        found = (
+            stays,
+            self.run.all_nonfinite_from_step,
+            self.rise and self.rise[0],
+            self.level_shift and self.level_shift[0],
+        )
         return min((step for step in found if step is not None), default=None)
 
     @cached_property
@@ -121,27 +126,27 @@ class LossOutcome:
         """
         if self.baseline is None:
             return self.run.level_shift
-        if self.gap is None or self.gap.infinite or self.gap.paired or self.gap.percent <= self.max_gap:
+        if self.gap is None or self.gap.ends_nonfinite or self.gap.paired or self.gap.percent <= self.max_gap:
             return None
-        if self.gap.interval()[0] <= 0:  # noise may explain the gap
+        if self.gap.compute_confidence_interval()[0] <= 0:  # noise may explain the gap
             return None
-        return find_jump(self.run, self.baseline, self.max_gap)
+        return find_largest_loss_jump(self.run, self.baseline, self.max_gap)
 
     @cached_property
     def _risen(self) -> int | None:
         if self.baseline is None:
-            return self.run.diverged_at
+            return self.run.divergence_step
         since = (
             None
             if self.seeds is None
-            else find_rise_above(self.run, self.baseline.raised(self.seeds.compute_spread_bound(_MOST)))
+            else find_rise_above_baseline(self.run, self.baseline.raise_by_percent(self.seeds.compute_seed_limit(_MOST)))
         )
-        return find_rise_above(self.run, self.baseline) if since is None else since
+        return find_rise_above_baseline(self.run, self.baseline) if since is None else since
 
     @property
-    def lies_above(self) -> bool:
+    def exceeds_max_gap(self) -> bool:
         """Return True if the 95% interval of the gap is above `max_gap`. A different seed may explain such a gap."""
-        return self.gap is not None and self.gap.interval()[0] > self.max_gap
+        return self.gap is not None and self.gap.compute_confidence_interval()[0] > self.max_gap
 
     @property
     def harm(self) -> str:
@@ -151,7 +156,7 @@ class LossOutcome:
         The harm is unknown if there are too few losses, if the gap may exceed `max_gap`, or if the run ends far below the
         baseline.
         """
-        if self.run.nonfinite_from_step is not None or self.rise is not None:
+        if self.run.all_nonfinite_from_step is not None or self.rise is not None:
             return "harmful"
         if not self.run.has_enough_losses:
             return "unknown"
@@ -161,27 +166,27 @@ class LossOutcome:
             return "harmful" if self._risen is not None else "unknown" if self.level_shift is None else "likely"
         if self.is_far_below:
             return "unknown"
-        if self.since is not None:
+        if self.rise_step is not None:
             return self._harm_of(self.gap)
-        if self.gap is None or self.gap.interval()[1] > self.max_gap:
+        if self.gap is None or self.gap.compute_confidence_interval()[1] > self.max_gap:
             return "unknown"
-        return "gap" if self.gap.interval()[0] > 0 else "none"
+        return "gap" if self.gap.compute_confidence_interval()[0] > 0 else "none"
 
     def _harm_of(self, found: Gap | None) -> str:
         """Return the harm of a loss that stays above the baseline's loss."""
-        if found is None or found.infinite:
+        if found is None or found.ends_nonfinite:
             return "harmful"
         if found.percent <= self.max_gap:
             return "gap"
         if found.paired or found.percent > self.seed_gap_limit:
             return "harmful"
-        assert self.since is not None
-        rise = measure_rise(self.run, self.baseline, self.since)
+        assert self.rise_step is not None
+        rise = measure_loss_rise_at_step(self.run, self.baseline, self.rise_step)
         least = thresholds.OTHER_SEEDS if self.same_model else 2 * thresholds.OTHER_SEEDS
         if rise is not None and rise > least:
             return "harmful"
         # The loss of a shallower model ends above the loss of a deeper baseline, but does not rise or jump.
-        moved = rise is not None or self.run.diverged_at is not None or self.run.level_shift is not None
+        moved = rise is not None or self.run.divergence_step is not None or self.run.level_shift is not None
         if moved and found.percent > 2 * thresholds.OTHER_SEEDS:
             return "harmful"
         return "unknown" if self.level_shift is None else "likely"
@@ -193,8 +198,8 @@ class LossOutcome:
             return False
         least = thresholds.OTHER_SEEDS if self.same_model else thresholds.OTHER_MODELS
         if self.seeds is not None:
-            least = max(least, self.seeds.compute_spread_bound(_LIKELY))
-        return self.gap.interval()[1] < -least
+            least = max(least, self.seeds.compute_seed_limit(_LIKELY))
+        return self.gap.compute_confidence_interval()[1] < -least
 
     @property
     def seed_gap_limit(self) -> float:
@@ -207,9 +212,9 @@ class LossOutcome:
         if self.seeds is None or not self.same_model:
             return least
         nearer = min(
-            self.seeds.mean_distance_factor * least, self.max_gap + self.seeds.compute_spread_bound(thresholds.SURE)
+            self.seeds.distance_from_mean_factor * least, self.max_gap + self.seeds.compute_seed_limit(thresholds.SURE)
         )
-        return max(nearer, self.seeds.compute_spread_bound(_LIKELY))
+        return max(nearer, self.seeds.compute_seed_limit(_LIKELY))
 
     @property
     def is_negative_from_zero(self) -> bool:
@@ -222,12 +227,12 @@ class LossOutcome:
     @property
     def diverges(self) -> bool:
         """Return True if the loss stays above its own minimum or ends in NaN or infinity."""
-        return self.run.nonfinite_from_step is not None or self.run.diverged_at is not None
+        return self.run.all_nonfinite_from_step is not None or self.run.divergence_step is not None
 
     @property
     def harm_onset_step(self) -> int | None:
         """Return `since` if the run is harmed or likely harmed, otherwise None."""
-        return self.since if self.harm in ("harmful", "likely") else None
+        return self.rise_step if self.harm in ("harmful", "likely") else None
 
     def format_percentage(self, value: float, step: int | None = None) -> str:
         """Format a percentage of the loss. If it is relative to the loss's range and not to its level, name the range.
@@ -235,6 +240,6 @@ class LossOutcome:
         Args:
             step: step at which the loss rises; None for a gap, or for a rise above the minimum.
         """
-        alone = self.run.percent_base_above_minimum if step is None else self.run.measure_base_before(step)
+        alone = self.run.percent_base_above_minimum if step is None else self.run.measure_percent_base_before(step)
         scale = alone if self.baseline is None else self.baseline.percent_base
         return f"{format_number(value)}%{OF_RANGE if scale is not None and scale.is_range else ''}"

@@ -29,13 +29,13 @@ class SeedSpread:
     spread: float
 
     @property
-    def mean_distance_factor(self) -> float:
+    def distance_from_mean_factor(self) -> float:
         """Return the usual distance of another run from the mean of these runs, relative to the usual distance between two
         runs.
         """
         return float(np.sqrt((1 + 1 / self.n) / 2))
 
-    def compute_spread_bound(self, confidence: float) -> float:
+    def compute_seed_limit(self, confidence: float) -> float:
         """Return a limit in percent above the mean. With the given confidence, another run of the same recipe ends below
         this limit.
         """
@@ -43,7 +43,7 @@ class SeedSpread:
 
     def to_json(self) -> dict[str, float]:
         """Return n, spread, and the percentage above the mean that 1 in 20 other runs would reach."""
-        return {"n": self.n, "spread": self.spread, "one_in_20": self.compute_spread_bound(0.95)}
+        return {"n": self.n, "spread": self.spread, "one_in_20": self.compute_seed_limit(0.95)}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def choose_baseline_loss(run: tuple[str, LossCurve], baselines: Mapping[str, Los
 def _that_count(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> tuple[dict[str, LossCurve], list[str]]:
     """Return the baselines that count, and sentences that say why others do not count."""
     counted, notes = dict[str, LossCurve](), list[str]()
-    others = {name for name, curve in baselines.items() if name != run[0] and not curve.same_as(run[1])}
+    others = {name for name, curve in baselines.items() if name != run[0] and not curve.has_equal_losses(run[1])}
     most = max((_covered(run[1], baselines[name]) for name in others), default=0)
     for name, curve in baselines.items():
         itself = "" if name in others else "it is the run itself"
@@ -114,7 +114,7 @@ def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
         return "it has too few losses"
     if baseline.percent_base is None and not baseline.smooth[-1]:
         return "its losses end at zero"
-    lost = baseline.nonfinite_from_step if baseline.nonfinite_from_step is not None else baseline.diverged_at
+    lost = baseline.all_nonfinite_from_step if baseline.all_nonfinite_from_step is not None else baseline.divergence_step
     if lost is not None:
         return f"it diverges itself, from {lost} on"
     covered = _covered(run, baseline)

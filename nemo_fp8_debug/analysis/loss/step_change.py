@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import ndtri, stdtr
 
 from .. import thresholds
-from .curve import LossCurve, PercentBase, measure_persistence, running_median, standard_error
+from .curve import LossCurve, PercentBase, compute_autocorrelation_factor, compute_running_median, estimate_standard_error
 from .gap import PART, AlignedLosses, Floats, Ints, align_losses
 
 #: number of losses to compare on either side of a step: all losses divided by `_PART`, but at least `_FEWEST`
@@ -38,7 +38,7 @@ class Rise(NamedTuple):
         return self.chance < 1 - thresholds.STEP_SURE
 
 
-def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
+def measure_loss_rise_at_step(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
     """Return the rise of the loss at a step in percent, or None if no rise is visible.
 
     Without a baseline, the result for a falling loss is smaller than the true rise. With a baseline of other batches, only
@@ -50,14 +50,15 @@ def measure_rise(run: LossCurve, baseline: LossCurve | None, step: int) -> float
     Example:
         >>> import polars as pl
         >>> losses = np.where(np.arange(200) < 120, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
-        >>> round(measure_rise(LossCurve.from_steps_table(pl.DataFrame({"step": range(200), "loss": losses})), None, 120))
+        >>> curve = LossCurve.from_steps_table(pl.DataFrame({"step": range(200), "loss": losses}))
+        >>> round(measure_loss_rise_at_step(curve, None, 120))
         20
     """
     found = _rise_at(run, baseline, step)
     return found.percent if found is not None and found.is_sure else None
 
 
-def measure_rise_at_fault(
+def measure_loss_rise_at_fault(
     run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints, lasting: float = -np.inf
 ) -> float | None:
     """Return the rise of the loss in percent at a fault that was detected in a sample, or None if no rise is visible.
@@ -75,14 +76,14 @@ def measure_rise_at_fault(
         >>> import polars as pl
         >>> losses = np.where(np.arange(200) < 116, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
         >>> curve = LossCurve.from_steps_table(pl.DataFrame({"step": range(200), "loss": losses}))
-        >>> round(measure_rise_at_fault(curve, None, 120, np.arange(0, 200, 5)))
+        >>> round(measure_loss_rise_at_fault(curve, None, 120, np.arange(0, 200, 5)))
         21
     """
     rises = _rises_with(run, baseline, step, sampled)
     return max((rise.percent for rise in rises if rise.is_sure and rise.lasting > lasting), default=None)
 
 
-def measure_lasting_rise(run: LossCurve, baseline: LossCurve, step: int, sampled: Ints) -> float:
+def measure_gap_growth_at_fault(run: LossCurve, baseline: LossCurve, step: int, sampled: Ints) -> float:
     """Return the growth of the gap to a baseline of other batches, in percent, from before a fault that was detected in a
     sample to the end.
 
@@ -93,7 +94,7 @@ def measure_lasting_rise(run: LossCurve, baseline: LossCurve, step: int, sampled
         >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
         >>> losses[0, 200:] += 0.2
         >>> bad, good = (LossCurve.from_steps_table(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
-        >>> [round(measure_lasting_rise(bad, good, step, np.arange(0, 300, 10))) for step in (210, 280)]
+        >>> [round(measure_gap_growth_at_fault(bad, good, step, np.arange(0, 300, 10))) for step in (210, 280)]
         [10, 0]
     """
     if _rise_at(run, baseline, _may_have_begun(step, sampled)) is None:
@@ -113,8 +114,8 @@ def _may_have_begun(step: int, sampled: Ints) -> int:
 
 
 def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | None:
-    """Return the rise at a step, or None if too few losses surround the step; see `measure_rise`."""
-    steps, losses, scale = run.steps, run.losses, run.measure_base_before(step)
+    """Return the rise at a step, or None if too few losses surround the step; see `measure_loss_rise_at_step`."""
+    steps, losses, scale = run.steps, run.losses, run.measure_percent_base_before(step)
     whole: float | None = None if scale is None else scale.value
     if baseline is not None and baseline.has_enough_losses:
         aligned = align_losses(run, baseline)
@@ -141,14 +142,14 @@ def _rise(before: Floats, after: Floats, whole: float, lasting: float) -> Rise:
         whole: the value that counts as 100%.
     """
     apart = float(after.mean() - before.mean())
-    errors = [standard_error(each) for each in (before, after)]
+    errors = [estimate_standard_error(each) for each in (before, after)]
     error = float(np.hypot(errors[0][0], errors[1][0]))
     freedom = min(each[1] for each in errors)
     chance = float(stdtr(freedom, -apart / error)) if error else float(apart <= 0)
     return Rise(100 * apart / whole, chance, lasting)
 
 
-def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:
+def find_largest_loss_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:
     """Return the step of the largest jump of a loss, and the jump in percent, or None if no jump is visible.
 
     Both the loss and its ratio to a baseline of other batches must jump, but the baseline's loss must not. If only the ratio
@@ -163,7 +164,7 @@ def find_jump(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tupl
         >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
         >>> losses[0, 200:] += 0.2
         >>> bad, good = (LossCurve.from_steps_table(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
-        >>> find_jump(bad, good)[0], find_jump(good, bad)
+        >>> find_largest_loss_jump(bad, good)[0], find_largest_loss_jump(good, bad)
         (200, None)
     """
     found = farthest_jump(run, baseline)
@@ -182,7 +183,7 @@ class Jump(NamedTuple):
 
 
 def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
-    """Return the largest jump, or None if there are too few losses; see `find_jump`."""
+    """Return the largest jump, or None if there are too few losses; see `find_largest_loss_jump`."""
     aligned = align_losses(run, baseline)
     behind = max(len(aligned.steps) // _BEHIND, _FEWEST)
     places = len(aligned.steps) - (1 + _BEFORE) * behind + 1
@@ -209,7 +210,10 @@ def _of_its_own(aligned: AlignedLosses) -> tuple[Floats, float | None]:
     If all losses of the baseline are positive, return the ratio and None, because percentages are relative to the ratio
     before a step. Otherwise, return the difference, and the scale or the final level of the baseline's loss.
     """
-    expected, known = running_median(aligned.baseline, max(2, len(aligned.steps) // 12)), np.isfinite(aligned.baseline)
+    expected, known = (
+        compute_running_median(aligned.baseline, max(2, len(aligned.steps) // 12)),
+        np.isfinite(aligned.baseline),
+    )
     if (aligned.baseline > 0).all():
         return aligned.run / expected, None
     last = aligned.baseline[known][-max(round(PART * len(aligned.steps)), 1) :]
@@ -222,11 +226,11 @@ def _jumps(series: Floats, behind: int) -> tuple[Floats, float]:
 
     Also return the standard deviation of this difference that noise alone causes. Spikes are clipped to the noise.
     """
-    smooth = running_median(series, behind)
+    smooth = compute_running_median(series, behind)
     scatter = float(np.median(np.abs(series - smooth))) / 0.6745
     apart = np.clip(series - smooth, -_SPIKE * scatter, _SPIKE * scatter)
     sums = np.cumsum(np.concatenate([[0.0], smooth + apart]))
     before = _BEFORE * behind
     at = np.arange(before, len(series) - behind + 1)
     jumps: Floats = (sums[at + behind] - sums[at]) / behind - (sums[at] - sums[at - before]) / before
-    return jumps, scatter * measure_persistence(apart) * (1 / behind + 1 / before) ** 0.5
+    return jumps, scatter * compute_autocorrelation_factor(apart) * (1 / behind + 1 / before) ** 0.5

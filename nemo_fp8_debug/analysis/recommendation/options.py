@@ -104,21 +104,21 @@ class Budget:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"the limit of {name} must not be below 0: {getattr(self, name)}")
 
-    def broken_by(self, errors: WorstErrors) -> list[str]:
+    def describe_exceeded_limits(self, errors: WorstErrors) -> list[str]:
         """Describe the exceeded limits. Internal."""
         pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _METRICS]
         return [_exceeded(name, value, limit) for name, value, limit in pairs if value is not None and value > limit]
 
-    def find_most_exceeded(self, errors: WorstErrors | None) -> str | None:
+    def find_most_exceeded_metric(self, errors: WorstErrors | None) -> str | None:
         """Return the metric that exceeds its limit most, or None if no known metric exceeds its limit. Internal."""
         values = {name: getattr(errors, name) for name in _METRICS} if errors is not None else {}
         over = {name: value / (getattr(self, name) or 1e-9) for name, value in values.items() if value is not None}
         worst = max(over, key=over.__getitem__, default=None)
         return worst if worst is not None and over[worst] > 1 else None
 
-    def met_by(self, errors: WorstErrors | None) -> bool:
+    def is_met_by_errors(self, errors: WorstErrors | None) -> bool:
         """Return True if the errors are known and within all limits. Internal."""
-        return errors is not None and errors != WorstErrors(None, None, None) and not self.broken_by(errors)
+        return errors is not None and errors != WorstErrors(None, None, None) and not self.describe_exceeded_limits(errors)
 
 
 def _exceeded(metric: str, value: float, limit: float) -> str:
@@ -127,7 +127,7 @@ def _exceeded(metric: str, value: float, limit: float) -> str:
 
 
 @dataclass(frozen=True)
-class Option(RecipeReference):
+class CastOption(RecipeReference):
     """A possible cast of an operand."""
 
     #: stay, undo, margin, history, current, format, block or bf16
@@ -144,7 +144,7 @@ class Option(RecipeReference):
 
 def resolve_recipe_cast(recipe: Recipe, role: str) -> Cast:
     """Return the scaling and the format of an operand under a recipe."""
-    return recipe.scaling, recipe.format_of(role).name
+    return recipe.scaling, recipe.get_format(role).name
 
 
 class CurrentCast(NamedTuple):
@@ -228,7 +228,7 @@ def candidates(given: CurrentCast) -> Iterator[tuple[str, Recipe]]:
                 yield kind, recipe
 
 
-def list_replayable(given: CurrentCast) -> Iterator[Recipe]:
+def list_recipes_to_replay(given: CurrentCast) -> Iterator[Recipe]:
     """Yield the recipes to replay before choosing: the operand's own recipe, and the candidates."""
     if given.in_use:
         yield given.in_use
@@ -238,7 +238,7 @@ def list_replayable(given: CurrentCast) -> Iterator[Recipe]:
 
 def _current_in(fmt: str, role: str) -> Recipe:
     usual = Recipe(CurrentScaling())
-    return Recipe(CurrentScaling(), fmt) if fmt in _OTHER_FORMAT and usual.format_of(role).name != fmt else usual
+    return Recipe(CurrentScaling(), fmt) if fmt in _OTHER_FORMAT and usual.get_format(role).name != fmt else usual
 
 
 class RecipeErrors:
@@ -256,7 +256,7 @@ class RecipeErrors:
         """
         self._run = run
         of_keys = pl.DataFrame(list(keys), schema=dict.fromkeys(_KEY, pl.String), orient="row")
-        known = run.metrics.select_keys(of_keys).frame([*_METRICS, "n"])
+        known = run.metrics.select_tensors_by_key(of_keys).read_all_rows([*_METRICS, "n"])
         known = known.filter(pl.any_horizontal(pl.col(_METRICS).is_not_null()))
         rank, n = pl.col("step").rank().over(_KEY), pl.len().over(_KEY)
         known = known.join(_stretches(out or {}), on=_KEY, how="left", maintain_order="left")
@@ -272,7 +272,7 @@ class RecipeErrors:
         """Return the errors under the scales in use, for all operands that have metrics."""
         return {key: WorstErrors(*metrics) for key, metrics in _by_key(_worst(self._looked_at, _KEY))}
 
-    def replay(self, wanted: Mapping[Key, Iterable[Recipe]]) -> None:
+    def compute_replayed_errors(self, wanted: Mapping[Key, Iterable[Recipe]]) -> None:
         """Recompute unknown errors of per-tensor recipes, if the record has histograms."""
         missing: dict[Recipe, list[Key]] = {}
         for key, recipes in wanted.items():
@@ -280,7 +280,7 @@ class RecipeErrors:
                 if (
                     key in self._samples
                     and self.look_up_errors(key, recipe) is None
-                    and not recipe.in_blocks
+                    and not recipe.uses_block_scaling
                     and recipe != BF16_RECIPE
                 ):
                     missing.setdefault(recipe, []).append(key)
@@ -359,9 +359,9 @@ def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
         yield (layer, role), tuple(values)
 
 
-def list_options(
+def list_cast_options(
     key: Key, given: CurrentCast, dtype: str, judged: RecipeErrors, budget: Budget, flag: ChangeReason
-) -> tuple[Option, ...]:
+) -> tuple[CastOption, ...]:
     """Return all options for an operand that exceeds the budget, in order of cost. The last option is BF16."""
     options = []
     astray = _astray(key, given.in_use, judged)
@@ -371,8 +371,8 @@ def list_options(
         errors = None if kind == UNDO and given.undo and given.undo.recipe is None else judged.look_up_errors(key, recipe)
         if recipe == BF16_RECIPE:
             errors = errors or (_NONE if dtype != "float32" else None)  # with 16 bits, BF16 is the run's own precision
-        meets = recipe == BF16_RECIPE or budget.met_by(errors) or _helps_anyway(kind, errors, flag)
-        options.append(Option(kind, recipe.name, errors, meets, judged.is_approximate(key, recipe)))
+        meets = recipe == BF16_RECIPE or budget.is_met_by_errors(errors) or _helps_anyway(kind, errors, flag)
+        options.append(CastOption(kind, recipe.name, errors, meets, judged.is_approximate(key, recipe)))
     return tuple(options)
 
 

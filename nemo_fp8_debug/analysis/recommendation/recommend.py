@@ -12,29 +12,29 @@ import numpy as np
 import polars as pl
 
 from ...core.keys import ROLES, SHOWN_AS, Key
-from ...core.layer_names import compile_patterns, is_aggregate
+from ...core.layer_names import compile_layer_patterns, is_expert_aggregate
 from ...core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, describe_quantization
 from ...core.text import format_number
 from ...errors import RecordError
 from ...numerics.recipe import BF16_RECIPE, find_recipe
 from ...plan.plan import Change, Plan
-from ..comparison.compare import select_quantized
+from ..comparison.compare import select_quantized_operands
 from ..formatting import make_jsonable
 from ..runs.grid import Ints
-from ..runs.metrics import Metrics
+from ..runs.metrics import MetricsTable
 from ..runs.run import Run
 from .options import (
     STAY,
     UNDO,
     Budget,
+    CastOption,
     ChangeReason,
     CurrentCast,
-    Option,
     RecipeErrors,
     RestoredSetting,
     WorstErrors,
-    list_options,
-    list_replayable,
+    list_cast_options,
+    list_recipes_to_replay,
 )
 
 #: operands of each of the three GEMMs of a linear layer: Y = X W, dX = dY W, dW = dY X
@@ -49,7 +49,7 @@ READERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def flops_of(metrics: Metrics) -> dict[str, float]:
+def flops_of(metrics: MetricsTable) -> dict[str, float]:
     """Return the mean FLOPs of each layer's forward GEMM over the sampled steps. Each backward GEMM needs the same number.
 
     With T tokens, K inputs and N outputs, X has TK values, W has KN values and dY has TN values. So the FLOPs, 2TKN, are
@@ -60,12 +60,12 @@ def flops_of(metrics: Metrics) -> dict[str, float]:
         FLOPs by layer, for layers with samples of all three operands. There are entries for single experts, but not for
         aggregates.
     """
-    single = metrics.select_tensors(metrics.tensors.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean)))
+    single = metrics.select_tensors(metrics.tensors.filter(~pl.col("layer").map_elements(is_expert_aggregate, pl.Boolean)))
     layers = single.tensors["layer"].unique(maintain_order=True)
     place = single.tensors["layer"].replace_strict(layers, range(len(layers)), return_dtype=pl.Int64).to_numpy()
     roles = single.tensors["role"].replace_strict(ROLES, [1 << i for i in range(len(ROLES))], default=0).to_numpy()
     sums, steps = np.zeros(len(layers)), np.zeros(len(layers), dtype=np.int64)
-    for rows in single.scan(["n", "nan", "inf"]):
+    for rows in single.read_rows_in_batches(["n", "nan", "inf"]):
         found = _of_steps(rows, place, roles)
         sums[found["layer"]] += found["size"].to_numpy()
         steps[found["layer"]] += found["steps"].to_numpy()
@@ -122,7 +122,7 @@ class TensorFix:
     role: str
     why: str
     #: options in order of cost; the first option is no change
-    options: tuple[Option, ...]
+    options: tuple[CastOption, ...]
     #: share of all GEMM FLOPs that this change alone takes out of FP8; None if shapes are unknown
     cost: float | None
     #: metric that exceeds the budget most; None if no known metric exceeds the budget
@@ -131,53 +131,53 @@ class TensorFix:
     undo: RestoredSetting | None = None
 
     @property
-    def chosen(self) -> Option:
+    def chosen_option(self) -> CastOption:
         """Return the cheapest option within the budget."""
         return next(option for option in self.options if option.meets)
 
     @property
-    def changes(self) -> bool:
+    def changes_cast(self) -> bool:
         """Return True if the recommendation changes the operand's cast."""
-        return self.chosen.kind != STAY and not self.needs_fp8_state
+        return self.chosen_option.kind != STAY and not self.needs_fp8_state
 
     @property
     def needs_fp8_state(self) -> bool:
         """Return True if the operand keeps its recipe but needs the FP8 state that was lost when the run was resumed."""
-        return self.chosen.kind == UNDO and self.undo is not None and self.undo.recipe is None
+        return self.chosen_option.kind == UNDO and self.undo is not None and self.undo.recipe is None
 
     @property
-    def change(self) -> str:
+    def change_description(self) -> str:
         """Describe the change in a few words, for a cell of a table."""
         if self.needs_fp8_state:
             return "none: restore its FP8 state"
-        return self.chosen.recipe if self.changes else "none: within the limits"
+        return self.chosen_option.recipe if self.changes_cast else "none: within the limits"
 
     @property
-    def settings(self) -> dict[str, tuple[Any, Any]]:
+    def changed_scale_settings(self) -> dict[str, tuple[Any, Any]]:
         """Return the settings of the scale that the change modifies, before and after. Return an empty dict if
         the change replaces the kind of scaling or the format.
         """
-        now, then = find_recipe(self.options[0].recipe), self.chosen.parsed
+        now, then = find_recipe(self.options[0].recipe), self.chosen_option.parsed_recipe
         if now is None or type(now.scaling) is not type(then.scaling):
             return {}
-        if now.format_of(self.role) != then.format_of(self.role):
+        if now.get_format(self.role) != then.get_format(self.role):
             return {}
         names = [each.name for each in fields(now.scaling)]
         pairs = {name: (getattr(now.scaling, name), getattr(then.scaling, name)) for name in names}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property
-    def name(self) -> str:
+    def tensor_name(self) -> str:
         """Return the usual name of the operand."""
         return f"{SHOWN_AS[self.role]} of {self.layer}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, the chosen option, and the change as text, for `make_jsonable`."""
-        return vars(self) | {"chosen": self.chosen, "change": self.change}
+        return vars(self) | {"chosen": self.chosen_option, "change": self.change_description}
 
 
 @dataclass(frozen=True)
-class BF16Ends:
+class BF16EndBlocks:
     """The numbers of whole blocks in BF16 at either end of the model, if all operands that leave FP8 are in such blocks."""
 
     start: int
@@ -200,19 +200,19 @@ class Recommendation:
     #: as if all measured operands were quantized
     before: float | None
     after: float | None
-    ends: BF16Ends | None
+    ends: BF16EndBlocks | None
     #: sentences about options that could not be tried, and how to try them
     notes: tuple[str, ...]
 
     @property
-    def in_use(self) -> bool:
+    def is_run_quantized(self) -> bool:
         """Return True if the run quantizes. If so, the first option of each finding is the cast in use."""
         return self.run.quantization == QUANTIZED
 
     @property
-    def to_change(self) -> list[TensorFix]:
+    def fixes_to_apply(self) -> list[TensorFix]:
         """Return the findings that need a change."""
-        return [finding for finding in self.findings if finding.changes]
+        return [finding for finding in self.findings if finding.changes_cast]
 
     def to_json(self) -> dict[str, Any]:
         """Return the recommendation as plain values."""
@@ -250,8 +250,8 @@ def recommend(
     """
     if run.metrics.is_empty():
         raise RecordError(f"{run.path} has no sampled step")
-    budget, own = budget or Budget(), run.own_names
-    run = run.as_recorded()
+    budget, own = budget or Budget(), run.recorded_names
+    run = run.restore_recorded_names()
     flags = {(own.get(layer, layer), role): flag for (layer, role), flag in (flags or {}).items()}
     # A plan cannot change operands of attention.
     flagged = [(own.get(layer, layer), role) for layer, role in flagged if role in ROLES]
@@ -261,9 +261,9 @@ def recommend(
     unknown = [key for key, (recipe, *_) in about.items() if recipe is None]
     about = {key: what for key, what in about.items() if key not in unknown}
     flag_of = {key: flags.get(key) or ChangeReason(_reason(now.get(key), budget)) for key in about}
-    too_bad = [key for key in about if not budget.met_by(now.get(key)) or _is_cause(flag_of[key])]
+    too_bad = [key for key in about if not budget.is_met_by_errors(now.get(key)) or _is_cause(flag_of[key])]
     given = {key: CurrentCast(find_recipe(about[key][0]), about[key][1], key[1], flag_of[key].undo) for key in about}
-    judged.replay({key: list(list_replayable(given[key])) for key in too_bad})
+    judged.compute_replayed_errors({key: list(list_recipes_to_replay(given[key])) for key in too_bad})
     flops, in_fp8 = flops_of(run.metrics), _in_fp8(run)
     before = compute_fp8_coverage(flops, in_fp8.__contains__)
 
@@ -272,9 +272,9 @@ def recommend(
 
     findings = []
     for key, (recipe, _, dtype) in about.items():
-        flag, stay = flag_of[key], Option(STAY, recipe, now.get(key), key not in too_bad)
-        options = (stay, *(list_options(key, given[key], dtype, judged, budget, flag) if key in too_bad else ()))
-        finding = TensorFix(*key, flag.why, options, None, budget.find_most_exceeded(now.get(key)), flag.undo)
+        flag, stay = flag_of[key], CastOption(STAY, recipe, now.get(key), key not in too_bad)
+        options = (stay, *(list_cast_options(key, given[key], dtype, judged, budget, flag) if key in too_bad else ()))
+        finding = TensorFix(*key, flag.why, options, None, budget.find_most_exceeded_metric(now.get(key)), flag.undo)
         alone = left(_plan([finding]))
         cost = before - alone if before is not None and alone is not None and _known(key[0], flops) else None
         findings.append(replace(finding, cost=cost))
@@ -305,21 +305,28 @@ def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, WorstErrors]) -> 
     ]
 
 
-def find_over_budget(run: Run, budget: Budget) -> list[Key]:
+def find_operands_over_budget(run: Run, budget: Budget) -> list[Key]:
     """Return the operands that exceed a budget, for a run without a baseline. The experts of a layer count as one
     operand.
     """
     keys = sorted(_in_fp8(run))
-    aggregates = [key for key in keys if is_aggregate(key[0])]
-    in_a_fold = {key for key in keys for layer, role in aggregates if role == key[1] and compile_patterns([layer])(key[0])}
+    aggregates = [key for key in keys if is_expert_aggregate(key[0])]
+    in_a_fold = {
+        key for key in keys for layer, role in aggregates if role == key[1] and compile_layer_patterns([layer])(key[0])
+    }
     kept = [key for key in keys if key in aggregates or key not in in_a_fold]
-    return [key for key, errors in RecipeErrors(run, kept).collect_errors_in_use().items() if not budget.met_by(errors)]
+    return [
+        key for key, errors in RecipeErrors(run, kept).collect_errors_in_use().items() if not budget.is_met_by_errors(errors)
+    ]
 
 
 def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
     """Return the recipe and format in use, and the dtype, of each operand in its last sample."""
     of_keys = pl.DataFrame(list(flagged), dict.fromkeys(("layer", "role"), pl.String), orient="row")
-    rows = {row[:2]: row[2:] for row in run.metrics.select_keys(of_keys).last(["recipe", "format", "dtype"]).iter_rows()}
+    rows = {
+        row[:2]: row[2:]
+        for row in run.metrics.select_tensors_by_key(of_keys).read_last_samples(["recipe", "format", "dtype"]).iter_rows()
+    }
     if unknown := next((key for key in flagged if key not in rows), None):
         some = ", ".join(f"{layer}:{role}" for layer, role in run.metrics.tensors.head(3).rows())
         raise RecordError(f"{run.path} has no operand {':'.join(unknown)}; it has {some or 'none'} ...")
@@ -327,13 +334,13 @@ def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
 
 
 def _in_fp8(run: Run) -> set[Key]:
-    metrics = select_quantized(run.metrics)
-    times = sum(times for recipe, times in metrics.counts("recipe").items() if recipe != BF16_RECIPE.name)
+    metrics = select_quantized_operands(run.metrics)
+    times = sum(times for recipe, times in metrics.count_rows_by_value("recipe").items() if recipe != BF16_RECIPE.name)
     return set(metrics.tensors.filter(pl.Series(np.zeros(len(metrics.tensors)) + times > 0)).rows())
 
 
 def _known(layer: str, flops: Collection[str]) -> bool:
-    return layer in flops or (is_aggregate(layer) and any(map(compile_patterns([layer]), flops)))
+    return layer in flops or (is_expert_aggregate(layer) and any(map(compile_layer_patterns([layer]), flops)))
 
 
 def _is_cause(flag: ChangeReason) -> bool:
@@ -343,7 +350,7 @@ def _is_cause(flag: ChangeReason) -> bool:
 def _reason(errors: WorstErrors | None, budget: Budget) -> str:
     if errors is None:
         return "it has no metrics"
-    return ", ".join(budget.broken_by(errors)) or "within the budget"
+    return ", ".join(budget.describe_exceeded_limits(errors)) or "within the budget"
 
 
 def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
@@ -352,7 +359,7 @@ def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
     """
     out: set[Key] = set()
     for change in plan.changes:
-        chosen = compile_patterns([change.layer])
+        chosen = compile_layer_patterns([change.layer])
         named = {(layer, role) for layer, role in keys if role in change.roles and (layer == change.layer or chosen(layer))}
         out = out | named if change.recipe == BF16_RECIPE.name else out - named
     return out
@@ -365,33 +372,35 @@ def _plan(findings: Sequence[TensorFix]) -> Plan:
     """
     layers: dict[str, list[TensorFix]] = {}
     for finding in findings:
-        if finding.changes:
+        if finding.changes_cast:
             layers.setdefault(finding.layer, []).append(finding)
     changes: list[Change] = []
     for layer, mine in layers.items():
         whys = [f"{SHOWN_AS[f.role]}: {f.why}" for f in mine]
-        if sum(f.chosen.recipe == BF16_RECIPE.name for f in mine) > 1:
+        if sum(f.chosen_option.recipe == BF16_RECIPE.name for f in mine) > 1:
             changes.append(Change(layer, BF16_RECIPE.name, ROLES, why="; ".join(whys)))
         else:
-            changes += [Change(layer, f.chosen.recipe, (f.role,), why=w) for f, w in zip(mine, whys, strict=True)]
+            changes += [Change(layer, f.chosen_option.recipe, (f.role,), why=w) for f, w in zip(mine, whys, strict=True)]
     return Plan(tuple(changes))
 
 
 _BLOCK = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
-def find_block(layer: str) -> int | None:
+def find_decoder_block_index(layer: str) -> int | None:
     """Return the index of the decoder block that contains a GEMM, or None if no block contains the GEMM."""
     found = _BLOCK.match(layer)
     return int(found[1]) if found else None
 
 
-def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> BF16Ends | None:
+def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> BF16EndBlocks | None:
     """Return the blocks at either end of the model if they contain all operands that leave FP8 under the plan, otherwise
     None.
     """
-    at = [find_block(change.layer) for change in plan.changes if change.recipe == BF16_RECIPE.name]
-    known = [block for layer in run.metrics.tensors["layer"].unique() if (block := find_block(layer)) is not None]
+    at = [find_decoder_block_index(change.layer) for change in plan.changes if change.recipe == BF16_RECIPE.name]
+    known = [
+        block for layer in run.metrics.tensors["layer"].unique() if (block := find_decoder_block_index(layer)) is not None
+    ]
     n = run.fingerprint.get("backend_options", {}).get("num_layers") or max(known, default=-1) + 1
     if not at or None in at:
         return None
@@ -401,24 +410,26 @@ def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> BF16End
     if start + end > max(1, n * _AT_THE_ENDS):
         return None
     whole = [*range(start), *range(n - end, n)]
-    return BF16Ends(
+    return BF16EndBlocks(
         start, end, n, left(Plan(tuple(Change(f"re:^decoder[.]layers[.]{b}[.]", BF16_RECIPE.name) for b in whole)))
     )
 
 
 def _notes(run: Run, findings: Sequence[TensorFix]) -> list[str]:
     notes = list(filter(None, [describe_quantization(run.quantization)]))
-    changed = [f for f in findings if f.changes]
-    in_bf16 = [f for f in changed if f.chosen.kind == "bf16"]
+    changed = [f for f in findings if f.changes_cast]
+    in_bf16 = [f for f in changed if f.chosen_option.kind == "bf16"]
     if in_bf16 and not any(o.errors for f in in_bf16 for o in f.options if o.kind == "block"):
         notes.append('Block recipes were not tried: a run with what_if=["blockwise", "mxfp8"] shows their errors.')
-    unknown = [f.name for f in changed if not any(o.errors for o in f.options if o.kind not in (STAY, "block", "bf16"))]
+    unknown = [
+        f.tensor_name for f in changed if not any(o.errors for o in f.options if o.kind not in (STAY, "block", "bf16"))
+    ]
     if unknown:
         notes.append(
             f"No recipe with one scale per tensor could be tried for {_few(unknown)}: the record has no histograms for "
             "this. If these steps were dumped, `nemo-fp8-debug replay --source dumps` adds the missing errors."
         )
-    if about := [f.name for f in changed if f.chosen.approximate]:
+    if about := [f.tensor_name for f in changed if f.chosen_option.approximate]:
         notes.append(f"Errors of {_few(about)} after the change are approximate: float32 values were rounded to BF16.")
     gaps = max(np.diff(run.metrics.steps).tolist(), default=0)
     if gaps > 1 and any(o.recipe.startswith("delayed") for f in changed for o in f.options[1:]):

@@ -13,20 +13,20 @@ import polars as pl
 import torch
 
 from ...core.keys import Key
-from ...core.layer_names import aggregate_key
+from ...core.layer_names import find_aggregate_key
 from ...errors import warn
 from ...numerics import metrics
-from ...numerics.block_scaling import BlockRule
+from ...numerics.block_scaling import BlockScalingRule
 from ...numerics.expert_groups import ExpertAggregates
 from ...numerics.formats import FORMATS, FloatFormat
 from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metric_columns import make_metric_columns
-from ...numerics.metrics import Moments, QuantizationSums
+from ...numerics.metrics import QuantizationSums, ValueMoments
 from ...numerics.recipe import Recipe, find_recipe
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files, read_dump
-from ...record.reader import read_table
-from ...record.storage import Storage
+from ...record.reader import read_table_rows
+from ...record.storage import FolderStorage
 
 #: columns that identify the operand of a row
 OPERAND = ["layer", "role"]
@@ -43,7 +43,7 @@ class ReplayJob:
     step: int
     #: the step's recorded rows
     about: pl.DataFrame
-    scales: Mapping[Key, torch.Tensor | CurrentScaling | BlockRule]
+    scales: Mapping[Key, torch.Tensor | CurrentScaling | BlockScalingRule]
     #: factor by which the gradients of this step are multiplied, such as a loss scale
     multiplier: float | None
     #: operands to recompute; None: all operands
@@ -51,7 +51,7 @@ class ReplayJob:
 
     def wants(self, key: Key) -> bool:
         """Return True if an operand is to be recomputed."""
-        return self.only is None or key in self.only or aggregate_key(*key) in self.only
+        return self.only is None or key in self.only or find_aggregate_key(*key) in self.only
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class ReplayedCalls:
     scale: float
 
 
-def recorded_histograms(run: Storage, job: ReplayJob, exact: bool) -> list[ReplayedCalls]:
+def read_step_histograms(run: FolderStorage, job: ReplayJob, exact: bool) -> list[ReplayedCalls]:
     """Return the recorded histograms of the job's step.
 
     Args:
         exact: whether to leave out histograms of values rounded to BF16.
     """
-    table = read_table(run, "histograms", where={"step": job.step} | ({"rounded": False} if exact else {}))
+    table = read_table_rows(run, "histograms", where={"step": job.step} | ({"rounded": False} if exact else {}))
     names = ("layer", "role", "dtype", "rounded", "bins", "counts", "recipe", "format", "scale")
     table = table.join(job.about.select(OPERAND), on=OPERAND, how="semi", maintain_order="left")
     parts = []
@@ -87,7 +87,7 @@ def recorded_histograms(run: Storage, job: ReplayJob, exact: bool) -> list[Repla
     return parts
 
 
-def dumped_tensors(run: Storage, job: ReplayJob) -> list[ReplayedCalls]:
+def read_dumped_tensors(run: FolderStorage, job: ReplayJob) -> list[ReplayedCalls]:
     """Return the tensors that the first rank dumped, as histograms if histograms are enough."""
     from ...kernels import count_histogram  # imported here, because the import compiles kernels
 
@@ -108,7 +108,7 @@ def dumped_tensors(run: Storage, job: ReplayJob) -> list[ReplayedCalls]:
         if not job.wants(key):
             continue
         if recipe := under_blocks.get(key):
-            part = ReplayedCalls(key, x, recipe.name, recipe.format_of(about.role), math.nan)
+            part = ReplayedCalls(key, x, recipe.name, recipe.get_format(about.role), math.nan)
         else:
             part = ReplayedCalls(key, count_histogram(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
         if about.scale_source != "engine" and isinstance(part.values, Histogram):
@@ -125,7 +125,7 @@ def recompute_in_blocks(job: ReplayJob) -> dict[Key, Recipe]:
     found = {}
     for layer, role, name in job.about.select(*OPERAND, "recipe").iter_rows():
         recipe = job.recipe or find_recipe(name)
-        if recipe and recipe.in_blocks:
+        if recipe and recipe.uses_block_scaling:
             found[layer, role] = recipe
     return found
 
@@ -143,7 +143,7 @@ class RecomputedMetrics:
     recipes: list[str]
     #: common histogram of all calls; None for float32 operands
     totals: list[Histogram | None]
-    moments: Moments
+    moments: ValueMoments
     sums: QuantizationSums
     #: smallest scale of each operand's calls, float32 [B]
     scale: torch.Tensor
@@ -156,7 +156,7 @@ class RecomputedMetrics:
             [key for part in parts for key in part.keys],
             [recipe for part in parts for recipe in part.recipes],
             [total for part in parts for total in part.totals],
-            Moments.concat([part.moments for part in parts]),
+            ValueMoments.concat([part.moments for part in parts]),
             QuantizationSums.concat([part.sums for part in parts]),
             torch.cat([part.scale for part in parts]),
             [fmt for part in parts for fmt in part.formats],
@@ -166,12 +166,12 @@ class RecomputedMetrics:
         """Append each recorded aggregate of experts whose experts were all recomputed."""
         experts: dict[Key, list[Key]] = defaultdict(list)
         for layer, role in recorded:
-            if aggregate := aggregate_key(layer, role):
+            if aggregate := find_aggregate_key(layer, role):
                 experts[aggregate].append((layer, role))
         place = {key: i for i, key in enumerate(self.keys)}
         aggregates = [key for key, mine in experts.items() if key in recorded and all(expert in place for expert in mine)]
         members = {key: [place[expert] for expert in experts[key]] for key in aggregates}
-        _, sums, scale = ExpertAggregates(members, len(self.keys)).append_to(
+        _, sums, scale = ExpertAggregates(members, len(self.keys)).append_aggregate_rows(
             range(len(self.keys)), self.sums, self.scale, self.moments.amax
         )
         firsts = [rows[0] for rows in members.values()]
@@ -179,14 +179,14 @@ class RecomputedMetrics:
         moments = [
             metrics.merge_moments(self.moments.rows(torch.tensor(rows)))
             if total is None
-            else metrics.moments(HistogramBatch.pack_histograms([total]))
+            else metrics.compute_histogram_moments(HistogramBatch.pack_histograms([total]))
             for rows, total in zip(members.values(), totals, strict=True)
         ]
         return RecomputedMetrics(
             self.keys + aggregates,
             self.recipes + [self.recipes[i] for i in firsts],
             self.totals + totals,
-            Moments.concat([self.moments, *moments]),
+            ValueMoments.concat([self.moments, *moments]),
             sums,
             scale,
             self.formats + [self.formats[i] for i in firsts],
@@ -205,10 +205,10 @@ class RecomputedMetrics:
 
 def _added_up(histograms: Sequence[Histogram | None]) -> Histogram | None:
     known = [histogram for histogram in histograms if histogram is not None]
-    return Histogram.total(known) if len(known) == len(histograms) else None
+    return Histogram.sum_histograms(known) if len(known) == len(histograms) else None
 
 
-def group_by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
+def group_calls_by_operand(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
     """Group parts by operand."""
     groups: dict[Key, list[ReplayedCalls]] = defaultdict(list)
     for part in parts:
@@ -218,7 +218,7 @@ def group_by_key(parts: Iterable[ReplayedCalls]) -> list[list[ReplayedCalls]]:
 
 def recompute_from_histograms(parts: Sequence[ReplayedCalls], job: ReplayJob) -> RecomputedMetrics:
     """Recompute all operands at once from their histograms."""
-    groups = group_by_key(parts)
+    groups = group_calls_by_operand(parts)
     if job.recipe is not None:  # one scale for all calls
         groups = [[replace(g[0], values=sum((p.values for p in g[1:]), g[0].values))] for g in groups]
     ordered, n = [part for group in groups for part in group], len(groups)
@@ -230,8 +230,8 @@ def recompute_from_histograms(parts: Sequence[ReplayedCalls], job: ReplayJob) ->
         [group[0].key for group in groups],
         [_recipe_of(group[0], job) for group in groups],
         totals,
-        metrics.moments(HistogramBatch.pack_histograms(totals)),
-        metrics.quantization_sums(batch, scale, formats).sum_by_owner(owner, n),
+        metrics.compute_histogram_moments(HistogramBatch.pack_histograms(totals)),
+        metrics.quantization_sums_of_histograms(batch, scale, formats).sum_rows_by_owner(owner, n),
         torch.full((n,), torch.inf).scatter_reduce_(0, owner, scale, "amin"),
         list(dict(zip(owner.tolist(), formats, strict=True)).values()),
     )
@@ -248,17 +248,17 @@ def recompute_from_tensors(parts: Sequence[ReplayedCalls], job: ReplayJob) -> Re
     scale, formats = _casts(parts, amax.float(), job)
     casts = [recipe.scaling] * len(parts) if recipe else scale
     sums = QuantizationSums.concat(
-        [quantization_sums(x, by, role, fmt).whole for x, by, fmt in zip(tensors, casts, formats, strict=True)]
+        [quantization_sums(x, by, role, fmt).summed_row for x, by, fmt in zip(tensors, casts, formats, strict=True)]
     )
     recipes = [_recipe_of(parts[0], job)]
-    return RecomputedMetrics([parts[0].key], recipes, [total], whole, sums.total(), scale.amin()[None], formats[:1])
+    return RecomputedMetrics([parts[0].key], recipes, [total], whole, sums.sum_rows(), scale.amin()[None], formats[:1])
 
 
 def _recipe_of(part: ReplayedCalls, job: ReplayJob) -> str:
     return job.recipe.name if job.recipe else part.recipe
 
 
-def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogram | None]:
+def _moments(tensors: Sequence[torch.Tensor]) -> tuple[ValueMoments, ValueMoments, Histogram | None]:
     """Return the moments of each tensor, the moments of all tensors together, and their common histogram if it is exact."""
     from ...kernels import count_histogram
 
@@ -266,11 +266,11 @@ def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogr
         first, *rest = histograms = [count_histogram(x) for x in tensors]
         total = sum(rest, first)
         return (
-            metrics.moments(HistogramBatch.pack_histograms(histograms)),
-            metrics.moments(HistogramBatch.pack_histograms([total])),
+            metrics.compute_histogram_moments(HistogramBatch.pack_histograms(histograms)),
+            metrics.compute_histogram_moments(HistogramBatch.pack_histograms([total])),
             total,
         )
-    each = Moments.concat([metrics.moments_of_float32(x) for x in tensors])
+    each = ValueMoments.concat([metrics.compute_float32_moments(x) for x in tensors])
     return each, metrics.merge_moments(each), None
 
 
@@ -280,11 +280,11 @@ def _casts(parts: Sequence[ReplayedCalls], amax: torch.Tensor, job: ReplayJob) -
     """
     if job.recipe is None:
         return torch.tensor([part.scale for part in parts]).float(), [part.format for part in parts]
-    formats = [job.recipe.format_of(part.key[1]) for part in parts]
+    formats = [job.recipe.get_format(part.key[1]) for part in parts]
     scale = torch.empty(len(parts))
     for i, part in enumerate(parts):
         held = job.scales.get(part.key, CurrentScaling())
         if isinstance(held, CurrentScaling):
-            held = held.scale(amax[i], formats[i].max)
+            held = held.compute_scale(amax[i], formats[i].max)
         scale[i] = held if isinstance(held, torch.Tensor) else torch.nan
     return scale, formats

@@ -18,30 +18,30 @@ import polars as pl
 import torch
 
 from ...core.keys import Key
-from ...core.layer_names import aggregate_key, is_aggregate
+from ...core.layer_names import find_aggregate_key, is_expert_aggregate
 from ...errors import ConfigError, RecordError
-from ...numerics.block_scaling import BlockRule
+from ...numerics.block_scaling import BlockScalingRule
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.histogram import Histogram
-from ...numerics.metric_columns import unscale_columns
-from ...numerics.recipe import BF16_RECIPE, Recipe, parse_recipe, refuse_blocks
+from ...numerics.metric_columns import unscale_gradient_columns
+from ...numerics.recipe import BF16_RECIPE, Recipe, parse_recipe, refuse_block_scaling
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files
-from ...record.reader import find_run, read_step_scalars
+from ...record.reader import find_record, read_step_scalars
 from ...record.schema import SCHEMAS
-from ...record.storage import Storage
-from ...record.writer import add_rows
-from ..runs.metrics import Metrics
+from ...record.storage import FolderStorage
+from ...record.writer import add_rows_to_table
+from ..runs.metrics import MetricsTable
 from .recomputed import (
     OPERAND,
     RecomputedMetrics,
     ReplayedCalls,
     ReplayJob,
-    dumped_tensors,
-    group_by_key,
+    group_calls_by_operand,
+    read_dumped_tensors,
+    read_step_histograms,
     recompute_from_histograms,
     recompute_from_tensors,
-    recorded_histograms,
 )
 
 _J = TypeVar("_J")
@@ -155,12 +155,12 @@ def replay_recipes(
 
     The other arguments are those of `replay`.
     """
-    run = find_run(address)
+    run = find_record(address)
     for recipe in recipes if source == "histograms" else ():
         if recipe:
-            refuse_blocks(recipe, "replay from histograms, which do not contain blocks (dumps do),")
-    metrics = _keep(Metrics.read(run), only)
-    recorded = (metrics if steps is None else metrics.select_steps(np.array(sorted(steps)))).frame()
+            refuse_block_scaling(recipe, "replay from histograms, which do not contain blocks (dumps do),")
+    metrics = _keep(MetricsTable.read(run), only)
+    recorded = (metrics if steps is None else metrics.select_steps(np.array(sorted(steps)))).read_all_rows()
     scales = _scales(metrics, recipes)
     known = pl.col("grad_scale").is_finite() & (pl.col("grad_scale") != 0)
     multipliers = dict(read_step_scalars(run, ["step", "grad_scale"]).filter(known).iter_rows())
@@ -179,23 +179,23 @@ def replay_recipes(
     return [pl.concat([pl.DataFrame(schema=SCHEMAS["replayed"]), *of_recipe]) for of_recipe in frames]
 
 
-def _keep(metrics: Metrics, only: Collection[Key] | None) -> Metrics:
+def _keep(metrics: MetricsTable, only: Collection[Key] | None) -> MetricsTable:
     """Return the metrics of some operands. If an operand is an aggregate, include its experts."""
     if only is None:
         return metrics
     keys = metrics.tensors.select(OPERAND)
-    kept = pl.Series([key in only or aggregate_key(*key) in only for key in keys.rows()], dtype=pl.Boolean)
-    return metrics.select_keys(keys.filter(kept))
+    kept = pl.Series([key in only or find_aggregate_key(*key) in only for key in keys.rows()], dtype=pl.Boolean)
+    return metrics.select_tensors_by_key(keys.filter(kept))
 
 
 def _scales(
-    metrics: Metrics, recipes: Sequence[Recipe | None]
-) -> list[dict[int, dict[Key, torch.Tensor | CurrentScaling | BlockRule]]]:
+    metrics: MetricsTable, recipes: Sequence[Recipe | None]
+) -> list[dict[int, dict[Key, torch.Tensor | CurrentScaling | BlockScalingRule]]]:
     """Return the scales that each recipe would have used for each operand, by sampled step."""
     if not any(recipes):
         return [{} for _ in recipes]
-    recorded = metrics.frame(["amax"])
-    recorded = recorded.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean))
+    recorded = metrics.read_all_rows(["amax"])
+    recorded = recorded.filter(~pl.col("layer").map_elements(is_expert_aggregate, pl.Boolean))
     operands = recorded.select(OPERAND).unique(maintain_order=True).rows()
     emulated = [EmulatedScales(recipe, operands) if recipe else None for recipe in recipes]
     found: list[dict[int, Any]] = [{} for _ in recipes]
@@ -205,16 +205,18 @@ def _scales(
         for of_recipe, scales in zip(emulated, found, strict=True):
             if of_recipe:
                 scales[int(step[0])] = {key: of_recipe.next_scale(key) for key in keys}
-                of_recipe.observe(keys, amax)
+                of_recipe.update_amax_histories(keys, amax)
     return found
 
 
 def _replay_step(jobs: Sequence[ReplayJob]) -> list[pl.DataFrame]:
     """Recompute one step under several recipes."""
-    run, counted = Storage(jobs[0].run), cache(partial(recorded_histograms, Storage(jobs[0].run), jobs[0]))
+    run, counted = FolderStorage(jobs[0].run), cache(partial(read_step_histograms, FolderStorage(jobs[0].run), jobs[0]))
     return [
         # For BF16, leave out values that were already rounded to BF16, because they would show no error.
-        _replay_calls(counted(job.recipe == BF16_RECIPE) if job.source == "histograms" else dumped_tensors(run, job), job)
+        _replay_calls(
+            counted(job.recipe == BF16_RECIPE) if job.source == "histograms" else read_dumped_tensors(run, job), job
+        )
         for job in jobs
     ]
 
@@ -223,7 +225,8 @@ def _replay_calls(parts: Sequence[ReplayedCalls], job: ReplayJob) -> pl.DataFram
     counted = [part for part in parts if isinstance(part.values, Histogram)]
     found = [recompute_from_histograms(counted, job)] if counted else []
     found += [
-        recompute_from_tensors(group, job) for group in group_by_key(p for p in parts if isinstance(p.values, torch.Tensor))
+        recompute_from_tensors(group, job)
+        for group in group_calls_by_operand(p for p in parts if isinstance(p.values, torch.Tensor))
     ]
     if not found:
         return pl.DataFrame(schema=SCHEMAS["replayed"])
@@ -236,7 +239,7 @@ def _replay_calls(parts: Sequence[ReplayedCalls], job: ReplayJob) -> pl.DataFram
 def _as_rows(job: ReplayJob, columns: dict[str, list[Any]]) -> pl.DataFrame:
     """Return rows of the `replayed` table. Columns that do not depend on the recipe come from the recorded rows."""
     schema = SCHEMAS["replayed"]
-    columns |= unscale_columns(columns, job.multiplier)
+    columns |= unscale_gradient_columns(columns, job.multiplier)
     measured = pl.DataFrame({name: pl.Series(values, dtype=schema[name]) for name, values in columns.items()})
     kept = [name for name in schema if name not in columns or name in OPERAND]
     known = job.about.select(kept)
@@ -245,14 +248,14 @@ def _as_rows(job: ReplayJob, columns: dict[str, list[Any]]) -> pl.DataFrame:
     return measured.join(known, on=OPERAND, how="left", maintain_order="left").select(list(schema))
 
 
-def add_to_record(address: str | os.PathLike[str], replayed: pl.DataFrame) -> None:
+def write_replayed_rows(address: str | os.PathLike[str], replayed: pl.DataFrame) -> None:
     """Add replayed rows to the table `replayed` of the record.
 
     Raises:
         RecordError: there is no record, or it is not writable.
     """
-    run = find_run(address)
+    run = find_record(address)
     try:
-        add_rows(run, "replayed", replayed)
+        add_rows_to_table(run, "replayed", replayed)
     except Exception as error:  # drivers of remote file systems raise errors of their own
         raise RecordError(f"the record at {run} cannot be written: {error}") from None

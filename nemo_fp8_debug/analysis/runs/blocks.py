@@ -15,15 +15,15 @@ from ...core.memory import release_freed_memory
 from ...core.threads import map_in_threads
 from ...record.parquet import GROUP
 from . import cluster
-from .grid import Grid
-from .metrics import Metrics, Together
+from .grid import MetricGrid
+from .metrics import MetricsTable, Together
 
 #: largest number of values to sort at once, and log2 of the number of ranges into which we count more values
 _AT_ONCE, _RANGES = 1 << 21, 16
 _SIGN = np.uint64(1 << 63)
 
 
-def compute_median(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> float:
+def compute_column_median(metrics: MetricsTable, column: str, at_once: int = _AT_ONCE) -> float:
     """Return the median of all values of a column, ignoring NaN. Return NaN if there are no values.
 
     Count the values in ranges, and repeat this for the range that contains the median, until few values are left.
@@ -33,7 +33,7 @@ def compute_median(metrics: Metrics, column: str, at_once: int = _AT_ONCE) -> fl
 
     Example:
         >>> rows = pl.DataFrame({"step": [0, 1, 2, 3], "layer": "fc1", "role": "input", "mse": [4.0, 1.0, 2.0, None]})
-        >>> compute_median(Metrics.from_rows(rows), "mse")
+        >>> compute_column_median(MetricsTable.from_rows(rows), "mse")
         2.0
     """
     low, high, below, total, inside = 0, (1 << 64) - 1, 0, 0, at_once + 1
@@ -66,14 +66,14 @@ def _nearest(keys: npt.NDArray[np.uint64], high: int, split: int) -> tuple[int, 
     return int(below.max(initial=0)), int(above.min(initial=(1 << 64) - 1))
 
 
-def _between(metrics: Metrics, column: str, low: int, high: int) -> Iterator[npt.NDArray[np.uint64]]:
+def _between(metrics: MetricsTable, column: str, low: int, high: int) -> Iterator[npt.NDArray[np.uint64]]:
     for keys in _keys(metrics, column):
         yield keys[(keys >= low) & (keys <= high)]
 
 
-def _keys(metrics: Metrics, column: str) -> Iterator[npt.NDArray[np.uint64]]:
+def _keys(metrics: MetricsTable, column: str) -> Iterator[npt.NDArray[np.uint64]]:
     """Yield integers that sort like the values."""
-    for rows in metrics.scan([column]):
+    for rows in metrics.read_rows_in_batches([column]):
         values = rows[column].cast(pl.Float64).to_numpy()
         bits = values[~np.isnan(values)].view(np.uint64)
         yield np.where(bits & _SIGN, ~bits, bits | _SIGN)
@@ -92,7 +92,7 @@ _REST = 0.25
 _FEWEST = 64
 
 
-def map_tensor_chunks(do: Callable[..., Result], *runs: Metrics, together: Together = ()) -> list[Result]:
+def map_tensor_chunks(do: Callable[..., Result], *runs: MetricsTable, together: Together = ()) -> list[Result]:
     """Apply `do` to grids of all runs, for as many tensors at a time as fit into memory.
 
     Return the results in order. If a cluster is in use, its workers share the work; see `cluster`.
@@ -104,7 +104,7 @@ def map_tensor_chunks(do: Callable[..., Result], *runs: Metrics, together: Toget
     """
     cells = sum(len(run.steps) for run in runs) * max(map(len, together), default=1)
     at_once, tensors = max(1, CELLS // max(cells, 1)), len(runs[0].tensors)
-    workers = cluster.count_workers() if tensors and all(run.is_long for run in runs) else 0
+    workers = cluster.count_cluster_workers() if tensors and all(run.is_read_lazily for run in runs) else 0
     if workers:
         # Divide the tensors into as few equal shares as possible, because all parts are opened again for each share.
         turns = -(-tensors // (at_once * workers))
@@ -113,7 +113,7 @@ def map_tensor_chunks(do: Callable[..., Result], *runs: Metrics, together: Toget
         return [do(*(run.build_grid(together) for run in runs))]
     some = _slices(tensors, at_once, workers)
     return cluster.map_on_cluster(
-        partial(_of_block, do, together), ([run.select_keeping_steps(run.tensors[s]) for run in runs] for s in some)
+        partial(_of_block, do, together), ([run.select_tensors_at_all_steps(run.tensors[s]) for run in runs] for s in some)
     )
 
 
@@ -133,14 +133,14 @@ def _cut(tensors: int, at_once: int) -> list[slice]:
     return [slice(*ends) for ends in itertools.pairwise([*firsts, tensors])]
 
 
-def _of_block(do: Callable[..., Result], together: Together, runs: Sequence[Metrics]) -> Result:
+def _of_block(do: Callable[..., Result], together: Together, runs: Sequence[MetricsTable]) -> Result:
     found = do(*(run.build_grid(together) for run in runs))
     release_freed_memory()
     return found
 
 
 def compute_by_tensor(
-    functions: Sequence[Callable[..., Mapping[str, npt.NDArray[Any]]]], *grids: Grid
+    functions: Sequence[Callable[..., Mapping[str, npt.NDArray[Any]]]], *grids: MetricGrid
 ) -> dict[str, npt.NDArray[Any]]:
     """Compute columns from grids. Return the columns by name, [T] each.
 
@@ -154,6 +154,8 @@ def compute_by_tensor(
     return found
 
 
-def map_grid_slices(do: Callable[..., Result], *grids: Grid) -> list[Result]:
+def map_grid_slices(do: Callable[..., Result], *grids: MetricGrid) -> list[Result]:
     """Apply `do` to grids of some tensors at a time, or of all tensors if there are few. Return the results in order."""
-    return list(map_in_threads(lambda some: do(*(grid.select_by_index(some) for grid in grids)), grids[0].slice_tensors()))
+    return list(
+        map_in_threads(lambda some: do(*(grid.select_tensors_by_index(some) for grid in grids)), grids[0].slice_tensors())
+    )

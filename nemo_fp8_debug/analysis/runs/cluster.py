@@ -27,7 +27,7 @@ DASK = {
 _SENT = {"distributed.admin.large-graph-warning-threshold": "1 GiB"}
 
 
-class Cluster(NamedTuple):
+class WorkerCluster(NamedTuple):
     """A cluster of workers in other processes."""
 
     workers: int
@@ -36,10 +36,10 @@ class Cluster(NamedTuple):
 
 
 #: the cluster in use; empty without a cluster
-_in_use: list[Cluster] = []
+_in_use: list[WorkerCluster] = []
 
 
-def count_workers() -> int:
+def count_cluster_workers() -> int:
     """Return the number of workers of the cluster in use; 0 without a cluster."""
     return _in_use[-1].workers if _in_use else 0
 
@@ -86,7 +86,7 @@ def on_cluster(address: str | None) -> Iterator[None]:
         yield
 
 
-def _started(address: str, stack: contextlib.ExitStack) -> Cluster:
+def _started(address: str, stack: contextlib.ExitStack) -> WorkerCluster:
     kind = address.partition("://")[0]
     start = {"ray": _ray, "dask": _dask, "tcp": _dask, "tls": _dask}.get(kind)
     if start is None:
@@ -101,7 +101,7 @@ def _started(address: str, stack: contextlib.ExitStack) -> Cluster:
         ) from None
 
 
-def _ray(address: str | None, stack: contextlib.ExitStack) -> Cluster:
+def _ray(address: str | None, stack: contextlib.ExitStack) -> WorkerCluster:
     import ray
 
     if not ray.is_initialized():
@@ -118,10 +118,10 @@ def _ray(address: str | None, stack: contextlib.ExitStack) -> Cluster:
             raise _lost(error) from None
         return found
 
-    return Cluster(max(1, int(ray.cluster_resources().get("CPU", 1))), by_workers)
+    return WorkerCluster(max(1, int(ray.cluster_resources().get("CPU", 1))), by_workers)
 
 
-def _dask(address: str | None, stack: contextlib.ExitStack) -> Cluster:
+def _dask(address: str | None, stack: contextlib.ExitStack) -> WorkerCluster:
     import dask
     from distributed import Client, KilledWorker
 
@@ -140,7 +140,7 @@ def _dask(address: str | None, stack: contextlib.ExitStack) -> Cluster:
             raise _lost(error) from None
         return found
 
-    return Cluster(max(1, len(client.scheduler_info(n_workers=-1)["workers"])), by_workers)
+    return WorkerCluster(max(1, len(client.scheduler_info(n_workers=-1)["workers"])), by_workers)
 
 
 def _lost(error: Exception) -> ConfigError:

@@ -32,7 +32,7 @@ class OperandColumns(Protocol):
 
 
 @dataclass(frozen=True)
-class Grid:
+class MetricGrid:
     """Metrics of a run by tensor and step."""
 
     #: layer and role of T tensors, one row for each tensor
@@ -45,15 +45,15 @@ class Grid:
     _sample: Ints
 
     @classmethod
-    def from_columns(cls, tensors: pl.DataFrame, steps: Ints, columns: OperandColumns) -> Grid:
+    def from_columns(cls, tensors: pl.DataFrame, steps: Ints, columns: OperandColumns) -> MetricGrid:
         """Return a grid of all tensors and all steps."""
         return cls(tensors, steps, columns, np.arange(len(tensors)), np.arange(len(steps)))
 
-    def select_by_index(self, some: slice | Ints) -> Grid:
+    def select_tensors_by_index(self, some: slice | Ints) -> MetricGrid:
         """Return the grid of some tensors, given by index, with all steps."""
         return replace(self, tensors=self.tensors[some], _tensor=self._tensor[some])
 
-    def select_tensors(self, tensors: pl.DataFrame) -> Grid:
+    def select_tensors(self, tensors: pl.DataFrame) -> MetricGrid:
         """Return the grid of some tensors, in the order of `tensors`. Keep the steps at which any of these tensors was
         sampled.
         """
@@ -62,17 +62,17 @@ class Grid:
         found = replace(self, tensors=tensors, _tensor=self._tensor[at])
         return found.select_samples(np.flatnonzero(found.sampled.any(axis=0)))
 
-    def select_samples(self, samples: Ints) -> Grid:
+    def select_samples(self, samples: Ints) -> MetricGrid:
         """Return the grid of some samples, given by index."""
         return replace(self, steps=self.steps[samples], _sample=self._sample[samples])
 
-    def extend_steps(self, steps: Ints) -> Grid:
+    def extend_steps(self, steps: Ints) -> MetricGrid:
         """Return the grid over more steps, which include all of its own steps. The added steps have no rows."""
         sample = np.full(len(steps), -1)
         sample[np.searchsorted(steps, self.steps)] = self._sample
         return replace(self, steps=steps, _sample=sample)
 
-    def metric(self, name: str) -> Floats:
+    def read_metric(self, name: str) -> Floats:
         """Return a metric, [T, S], NaN if not recorded. `nonfinite` is 1 if any value is NaN or infinite, else 0."""
         return self._some(self._columns[name], np.nan)
 
@@ -123,14 +123,16 @@ class SamplePairs:
         # If two samples are equally near, choose the later sample for one run and the earlier sample for the other run. So
         # all samples are paired if the runs are shifted by half an interval.
         mutual = _nearest(run, baseline, later=False)[nearest] == np.arange(len(baseline))
-        close = np.abs(run[nearest] - baseline) <= max(measure_interval(baseline), measure_interval(run)) / 2
+        close = (
+            np.abs(run[nearest] - baseline) <= max(measure_sampling_interval(baseline), measure_sampling_interval(run)) / 2
+        )
         kept = np.flatnonzero(mutual & close)
         return cls(kept, nearest[kept])
 
     def __len__(self) -> int:
         return len(self.baseline)
 
-    def last(self, share: float) -> SamplePairs:
+    def select_last_part(self, share: float) -> SamplePairs:
         """Return the last part of the pairs, at least one pair."""
         n = max(1, round(len(self) * share))
         return SamplePairs(self.baseline[-n:], self.run[-n:])
@@ -146,12 +148,12 @@ def _nearest(of: Ints, among: Ints, later: bool) -> Ints:
     return np.where(before < after if later else before <= after, left, right)
 
 
-def measure_interval(steps: Ints) -> float:
+def measure_sampling_interval(steps: Ints) -> float:
     """Return the median number of steps between samples; 0 with fewer than two samples."""
     return float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0
 
 
-def median(values: Floats) -> Floats:
+def compute_last_axis_median(values: Floats) -> Floats:
     """Return the median over the last axis, [T, S] -> [T], ignoring NaN. Return NaN if all values are NaN."""
     if values.shape[-1] == 0:
         return np.full(values.shape[:-1], np.nan)
@@ -166,7 +168,7 @@ def median(values: Floats) -> Floats:
     return result
 
 
-def lower_median(values: Floats) -> Floats:
+def compute_last_axis_lower_median(values: Floats) -> Floats:
     """Return the median over the last axis, ignoring NaN. If there are two middle values, return the lower value."""
     if values.shape[-1] == 0:
         return np.full(values.shape[:-1], np.nan)
@@ -181,7 +183,7 @@ def lower_median(values: Floats) -> Floats:
     return result
 
 
-def find_stretches(places: Ints) -> Iterator[tuple[int, slice]]:
+def split_into_constant_stretches(places: Ints) -> Iterator[tuple[int, slice]]:
     """Yield the value and the slice of each run of equal consecutive values."""
     ends = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else [0]
     for first, end in itertools.pairwise(ends):

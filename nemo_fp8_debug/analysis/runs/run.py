@@ -12,11 +12,11 @@ import numpy as np
 import polars as pl
 
 from ...core.keys import Key
-from ...core.scale_sources import classify_sources
+from ...core.scale_sources import classify_run_quantization
 from ...errors import ConfigError, RecordError
-from ...record.reader import find_run, read_fingerprint, read_step_scalars, read_table
+from ...record.reader import find_record, read_fingerprint, read_step_scalars, read_table_rows
 from ..loss.curve import LossCurve
-from .metrics import HELD, Metrics
+from .metrics import HELD, MetricsTable
 
 #: quantities by which runs can be matched, with the name of one unit
 UNITS = {"step": "step", "samples": "sample"}
@@ -29,7 +29,7 @@ class Run:
     path: str
     fingerprint: dict[str, Any]
     #: the `metrics` table
-    metrics: Metrics
+    metrics: MetricsTable
     #: losses by step
     loss: LossCurve
     #: unit of the steps: step or sample
@@ -53,10 +53,10 @@ class Run:
         """
         if by not in UNITS:
             raise ConfigError(f"runs cannot be matched by {by!r}; choose from {', '.join(UNITS)}")
-        found = find_run(path)
+        found = find_record(path)
         fingerprint = read_fingerprint(found)  # read this first, because it refuses a record of another schema
         steps = read_step_scalars(found, ["step", "loss", "consumed_samples"])
-        metrics = Metrics.read(found, held)
+        metrics = MetricsTable.read(found, held)
         axis = _samples_consumed(str(found), steps, metrics) if by == "samples" else None
         losses = LossCurve.from_steps_table(_along(axis, steps))
         return cls(
@@ -66,7 +66,7 @@ class Run:
     @cached_property
     def quantization(self) -> str:
         """Return a constant of `core.scale_sources` that says whether the run quantizes."""
-        return classify_sources(self.metrics.unique("scale_source"), self.fingerprint)
+        return classify_run_quantization(self.metrics.list_distinct_values("scale_source"), self.fingerprint)
 
     @cached_property
     def planned(self) -> set[Key]:
@@ -93,26 +93,26 @@ class Run:
         last = pl.col("step").filter(~pl.col("skipped")).max()
         return steps.filter(pl.col("skipped") & (pl.col("step") < last) & pl.col("loss_scale").is_not_null())["step"]
 
-    def without_skipped(self) -> Run:
+    def drop_skipped_steps(self) -> Run:
         """Return the run without the samples of skipped steps; see `loss_scale_skips`."""
-        return replace(self, metrics=self.metrics.without_steps(self.loss_scale_skips.to_list()))
+        return replace(self, metrics=self.metrics.drop_steps(self.loss_scale_skips.to_list()))
 
     @cached_property
     def _tables(self) -> dict[str, pl.DataFrame]:
         return {}
 
-    def table(self, name: str) -> pl.DataFrame:
+    def read_table(self, name: str) -> pl.DataFrame:
         """Return a table of the record. It is read when it is first used. If the run does not have the table, it is
         empty.
         """
         if name not in self._tables:
-            self._tables[name] = _with_names(_along(self.axis, read_table(self.path, name)), self.renamed_to)
+            self._tables[name] = _with_names(_along(self.axis, read_table_rows(self.path, name)), self.renamed_to)
         return self._tables[name]
 
     @cached_property
     def validation(self) -> dict[str, LossCurve]:
         """Return the losses of evaluations by name. They are read when they are first used."""
-        rows = _along(self.axis, read_table(self.path, "validation", ["step", "name", "loss"]))
+        rows = _along(self.axis, read_table_rows(self.path, "validation", ["step", "name", "loss"]))
         return {
             name: LossCurve.from_steps_table(rows.filter(name=name)) for name in rows["name"].unique(maintain_order=True)
         }
@@ -122,19 +122,23 @@ class Run:
         """Return metrics under recipes that were not in use, from what-if recipes or replay. They are read when they are
         first used.
         """
-        rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")], how="diagonal")
+        rows = pl.concat([read_table_rows(self.path, table) for table in ("what_if", "replayed")], how="diagonal")
         return _with_names(_along(self.axis, rows), self.renamed_to)
 
-    def renamed(self, names: Mapping[str, str]) -> Run:
+    def rename_layers(self, names: Mapping[str, str]) -> Run:
         """Return the run with other layer names."""
-        return replace(self, metrics=self.metrics.renamed(names), renamed_to=names)
+        return replace(self, metrics=self.metrics.rename_layers(names), renamed_to=names)
 
-    def as_recorded(self) -> Run:
+    def restore_recorded_names(self) -> Run:
         """Return the run with the layer names of the record."""
-        return replace(self, metrics=self.metrics.renamed(self.own_names), renamed_to={}) if self.renamed_to else self
+        return (
+            replace(self, metrics=self.metrics.rename_layers(self.recorded_names), renamed_to={})
+            if self.renamed_to
+            else self
+        )
 
     @property
-    def own_names(self) -> dict[str, str]:
+    def recorded_names(self) -> dict[str, str]:
         """Return the recorded names of renamed layers, by their new names."""
         return {there: own for own, there in self.renamed_to.items()}
 
@@ -150,12 +154,14 @@ def _along(axis: pl.DataFrame | None, rows: pl.DataFrame) -> pl.DataFrame:
     return rows.join(axis, on="step").with_columns(step="sample").drop("sample").sort("step", maintain_order=True)
 
 
-def _samples_consumed(path: str, steps: pl.DataFrame, metrics: Metrics) -> pl.DataFrame:
+def _samples_consumed(path: str, steps: pl.DataFrame, metrics: MetricsTable) -> pl.DataFrame:
     """Return step and sample (number of consumed samples). Interpolate between steps at which the framework reported the
     number.
     """
     columns = ["step", "consumed_samples"]
-    of_steps = [rows.select(columns).unique("step", keep="first") for rows in metrics.scan(["consumed_samples"])]
+    of_steps = [
+        rows.select(columns).unique("step", keep="first") for rows in metrics.read_rows_in_batches(["consumed_samples"])
+    ]
     both = pl.concat([steps.select(columns), *of_steps])
     known = both.drop_nulls().unique("step", keep="first").sort("step")
     if known.is_empty():

@@ -13,22 +13,22 @@ from ...core.keys import MIXED
 from ...core.scale_sources import ENGINE, describe_quantization
 from .. import thresholds
 from .grid import Ints
-from .metrics import Metrics
+from .metrics import MetricsTable
 from .run import Run
 
 #: largest relative difference between learning rates that rounding explains
 _ROUNDING = 1e-5
 
 
-def usual_casts(metrics: Metrics) -> pl.DataFrame:
+def find_usual_casts(metrics: MetricsTable) -> pl.DataFrame:
     """Return a table with layer, role, recipe (the most frequent, or null) and cast (whether an engine usually casts it).
 
     Example:
         >>> rows = {"step": [0, 1, 2], "layer": "fc1", "role": "input", "recipe": ["mxfp8", "mxfp8", None]}
-        >>> usual_casts(Metrics.from_rows(pl.DataFrame(rows | {"scale_source": "engine"}))).row(0)
+        >>> find_usual_casts(MetricsTable.from_rows(pl.DataFrame(rows | {"scale_source": "engine"}))).row(0)
         ('fc1', 'input', 'mxfp8', True)
     """
-    recipes, sources = metrics.counts("recipe"), metrics.counts("scale_source")
+    recipes, sources = metrics.count_rows_by_value("recipe"), metrics.count_rows_by_value("scale_source")
     none = np.zeros(len(metrics.tensors), dtype=np.int64)
     cast = sum((counts for source, counts in sources.items() if source in (ENGINE, MIXED)), none)
     is_cast = 2 * cast >= sum(sources.values(), none)
@@ -49,7 +49,7 @@ TELLING = ("recipe", "risky_features_on", "backend_options", "environment")
 _PASSED_OVER = ("attempt", "schema_version")
 
 
-def list_differences(baseline: Mapping[str, Any], run: Mapping[str, Any]) -> pl.DataFrame:
+def list_setting_differences(baseline: Mapping[str, Any], run: Mapping[str, Any]) -> pl.DataFrame:
     """Return one row for each setting that differs. Settings that affect precision come first.
 
     The columns are setting (`section.name`), baseline and run (text, or null), and telling (whether it matters for
@@ -80,7 +80,7 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def coverage_notes(fingerprint: Mapping[str, Any]) -> list[str]:
+def describe_coverage_gap(fingerprint: Mapping[str, Any]) -> list[str]:
     """Return a sentence if more than 5% of a run's GEMM work is unobserved or may be unobserved."""
     text = describe_unobserved(fingerprint.get("coverage"), above=0.05)
     return [f"{text[0].upper()}{text[1:]}."] if text else []
@@ -88,7 +88,7 @@ def coverage_notes(fingerprint: Mapping[str, Any]) -> list[str]:
 
 def list_comparability_warnings(baseline: Run, run: Run) -> list[str]:
     """Return sentences that name metrics of the two runs that are not directly comparable."""
-    recipes = [sorted(filter(None, each.metrics.unique("recipe"))) for each in (baseline, run)]
+    recipes = [sorted(filter(None, each.metrics.list_distinct_values("recipe"))) for each in (baseline, run)]
     told = []
     if recipes[0] != recipes[1]:
         measured = " and ".join(", ".join(names) or "nothing" for names in recipes)

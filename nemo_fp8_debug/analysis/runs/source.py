@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from ...record.scan import Chunk, return_unchanged
+from ...record.scan import RowChunk, return_chunk_unchanged
 from .grid import KEY, Ints
 
 Bools = npt.NDArray[np.bool_]
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """A source of rows by operand and step."""
 
     @property
@@ -30,12 +30,12 @@ class Source(Protocol):
     def schema(self) -> Mapping[str, Any]:
         """Return the columns and their types."""
 
-    def chunks(
+    def read_chunks(
         self,
         columns: Sequence[str],
         operands: Ints | None = None,
         steps: Ints | None = None,
-        then: Callable[[Chunk], Any] = return_unchanged,
+        then: Callable[[RowChunk], Any] = return_chunk_unchanged,
     ) -> Iterator[Any]:
         """Yield the result of `then` for chunks of the columns, a few steps at a time.
 
@@ -43,18 +43,18 @@ class Source(Protocol):
             operands, steps: the new index of each operand or step in chunks; -1 leaves it out. None keeps all indices.
         """
 
-    def alike(
+    def group_equal_steps(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
-    ) -> Iterator[tuple[Chunk, Sequence[int]]]:
+    ) -> Iterator[tuple[RowChunk, Sequence[int]]]:
         """Yield chunks of a text column. Steps with equal operands and equal strings are represented by one step and their
         number.
 
         Args:
             column: text column; None: compare only the operands of steps.
-            operands, steps: as in `chunks`.
+            operands, steps: as in `read_chunks`.
         """
 
-    def values(self, column: str) -> list[str | None] | None:
+    def list_distinct_values(self, column: str) -> list[str | None] | None:
         """Return the distinct values of a text column in the order of their first rows, or None if all rows would have to be
         read.
         """
@@ -78,35 +78,35 @@ class InMemoryRows:
         of_steps = rows.group_by("step", maintain_order=True).len()
         self._ends = np.cumsum(of_steps["len"].to_numpy())
 
-    def chunks(
+    def read_chunks(
         self,
         columns: Sequence[str],
         operands: Ints | None = None,
         steps: Ints | None = None,
-        then: Callable[[Chunk], Any] = return_unchanged,
+        then: Callable[[RowChunk], Any] = return_chunk_unchanged,
     ) -> Iterator[Any]:
-        """See `Source`. All rows come in one chunk."""
+        """See `RowSource`. All rows come in one chunk."""
         of_rows = self._operand if operands is None else operands[self._operand]
         of_steps = np.arange(len(self.steps)) if steps is None else steps
         operands_of = np.split(of_rows, self._ends[:-1]) if len(self._ends) else []
-        whole = Chunk(self._rows.select(columns), list(zip(of_steps.tolist(), operands_of, strict=True)))
-        kept = (of_rows >= 0) & (whole.step >= 0)
+        whole = RowChunk(self._rows.select(columns), list(zip(of_steps.tolist(), operands_of, strict=True)))
+        kept = (of_rows >= 0) & (whole.step_of_each_row >= 0)
         yield then(whole if kept.all() else select_chunk_rows(whole, kept))
 
-    def alike(
+    def group_equal_steps(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
-    ) -> Iterator[tuple[Chunk, Sequence[int]]]:
-        """See `Source`. No two steps are treated as equal."""
-        for chunk in self.chunks([column] if column else [], operands, steps):
+    ) -> Iterator[tuple[RowChunk, Sequence[int]]]:
+        """See `RowSource`. No two steps are treated as equal."""
+        for chunk in self.read_chunks([column] if column else [], operands, steps):
             yield chunk, [1] * len(chunk.steps)
 
-    def values(self, column: str) -> list[str | None] | None:
-        """See `Source`."""
+    def list_distinct_values(self, column: str) -> list[str | None] | None:
+        """See `RowSource`."""
         return self._rows[column].unique(maintain_order=True).to_list()
 
 
-def select_chunk_rows(chunk: Chunk, kept: Bools) -> Chunk:
+def select_chunk_rows(chunk: RowChunk, kept: Bools) -> RowChunk:
     """Return some rows of a chunk."""
     rows = chunk.rows.filter(pl.Series(kept)) if chunk.rows.width else chunk.rows
-    steps = ((step, operands[kept[here]]) for step, here, operands in chunk.spans())
-    return Chunk(rows, [(step, operands) for step, operands in steps if len(operands)])
+    steps = ((step, operands[kept[here]]) for step, here, operands in chunk.split_by_step())
+    return RowChunk(rows, [(step, operands) for step, operands in steps if len(operands)])

@@ -23,17 +23,17 @@ from ..diagnosis.narrator import (
     explain_blame,
     name_tensor,
     tell_headline,
-    tell_loss,
     tell_loss_headline,
+    tell_loss_outcome,
     tell_verdict_reason,
 )
-from ..diagnosis.ranking import ALSO_WRONG, BLAMED, KEY, compute_medians, rank_tensors
-from ..diagnosis.rules.values import is_zero
+from ..diagnosis.ranking import ALSO_WRONG, BLAMED, KEY, compute_tensor_medians, make_tensor_ranking_table
+from ..diagnosis.rules.values import find_all_zero_samples
 from ..formatting import make_jsonable
 from ..loss.outcome import LossOutcome
 from ..runs.blocks import map_grid_slices, map_tensor_chunks
-from ..runs.grid import Grid, measure_interval
-from ..runs.metrics import Metrics
+from ..runs.grid import MetricGrid, measure_sampling_interval
+from ..runs.metrics import MetricsTable
 from ..runs.run import Run
 
 _TENSORS = tuple(SHOWN_AS[role] for role in (*ROLES, *ATTENTION_FORWARD, *ATTENTION_BACKWARD))
@@ -164,7 +164,7 @@ def story(found: Diagnosis) -> dict[str, Any]:
         >>> story(diagnose("runs/bad", "runs/baseline"))["headline"]["title"]
         'The learning rate is wrong at step 60. The loss diverged at step 61.'
     """
-    tensors = _list_tensors(found, _choose(rank_tensors(found)))
+    tensors = _list_tensors(found, _choose(make_tensor_ranking_table(found)))
     first = _describe_first(tensors, found) if tensors else None
     events = [asdict(event) | {"row": row_of(event)} for event in _list_events(found, tensors)]
     present = {event["row"] for event in events}
@@ -189,7 +189,7 @@ def make_loss_headline(loss: LossOutcome, unit: str) -> dict[str, Any]:
         "since": loss.harm_onset_step,
         "unit": unit,
         "gap": make_jsonable(loss.gap),
-        "gap_told": None if loss.gap is None else tell_loss(loss, unit),
+        "gap_told": None if loss.gap is None else tell_loss_outcome(loss, unit),
     }
 
 
@@ -200,20 +200,25 @@ def _make_headline(found: Diagnosis, first: Mapping[str, Any] | None) -> dict[st
         "cause": found.cause,
         "cause_told": tell_verdict_reason(found),
         "confidence": found.confidence,
-        "about_fp8": found.about_fp8,
+        "about_fp8": found.is_fp8_the_cause,
         "since": found.divergence_step,
         "first": first,
         "warning": _describe_warning(found, first),
-        "interval": int(measure_interval(found.run.metrics.steps)),
+        "interval": int(measure_sampling_interval(found.run.metrics.steps)),
         "change": next(iter(found.advice), None),
     }
 
 
 def _describe_warning(found: Diagnosis, first: Mapping[str, Any] | None) -> str | None:
     """Return a sentence about the early warning if it came before the first tensor left its band, otherwise None."""
-    if found.warning is None or first is None or first["since"] is None or found.warning[0] >= first["since"]:
+    if (
+        found.first_early_warning is None
+        or first is None
+        or first["since"] is None
+        or found.first_early_warning[0] >= first["since"]
+    ):
         return None
-    step, _, layer, role = found.warning
+    step, _, layer, role = found.first_early_warning
     unit = found.run.unit
     distance = describe_step_distance(step, first["since"], unit)
     return f"{name_tensor(layer, role)} at {unit} {step}, {distance} the first tensor."
@@ -249,7 +254,7 @@ def _choose(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _list_tensors(found: Diagnosis, rows: pl.DataFrame) -> list[dict[str, Any]]:
     reference = _read_medians(None if found.comparison is None else found.comparison.reference)
-    zeros = find_zero_since(found.run.metrics.select_keys(rows.select(KEY)))
+    zeros = find_zero_since(found.run.metrics.select_tensors_by_key(rows.select(KEY)))
     return [
         _make_tensor(row, found, reference, zeros.get((row["layer"], row["role"]))) for row in rows.iter_rows(named=True)
     ]
@@ -284,7 +289,7 @@ def _make_tensor(
 def _read_medians(reference: Run | None) -> dict[Key, dict[str, Any]]:
     if reference is None:
         return {}
-    return {(row["layer"], row["role"]): row for row in compute_medians(reference, SHOWN).iter_rows(named=True)}
+    return {(row["layer"], row["role"]): row for row in compute_tensor_medians(reference, SHOWN).iter_rows(named=True)}
 
 
 def _list_events(found: Diagnosis, tensors: list[dict[str, Any]]) -> list[Event]:
@@ -301,13 +306,13 @@ def _make_event(row: Mapping[str, Any]) -> Event:
     return Event(row["since"], kinds.get(row["metric"], "values"), what, row["layer"], row["role"])
 
 
-def find_zero_since(metrics: Metrics) -> dict[Key, int]:
+def find_zero_since(metrics: MetricsTable) -> dict[Key, int]:
     """For each tensor that is zero to the end, return the first step from which all its values are zero.
 
     Example:
         >>> import polars as pl
         >>> rows = {"step": [0, 10, 20], "layer": ["fc1"] * 3, "role": ["input"] * 3, "amax": [0.5, 0.0, 0.0]}
-        >>> find_zero_since(Metrics.from_rows(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
+        >>> find_zero_since(MetricsTable.from_rows(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
         {('fc1', 'input'): 10}
     """
     if metrics.is_empty():
@@ -316,9 +321,9 @@ def find_zero_since(metrics: Metrics) -> dict[Key, int]:
     return {key: step for of_block in found for of_part in of_block for key, step in of_part}
 
 
-def _zero_since(grid: Grid) -> list[tuple[Key, int]]:
-    zero = is_zero(grid)
-    is_other = ~zero & ~(np.isnan(grid.metric("amax")) & ~(grid.metric("nonfinite") > 0))
+def _zero_since(grid: MetricGrid) -> list[tuple[Key, int]]:
+    zero = find_all_zero_samples(grid)
+    is_other = ~zero & ~(np.isnan(grid.read_metric("amax")) & ~(grid.read_metric("nonfinite") > 0))
     behind = ~np.logical_or.accumulate(is_other[:, ::-1], axis=1)[:, ::-1]
     zeros = zero & behind
     keys = list(grid.tensors.iter_rows())

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...core.layer_names import aggregate_key
+from ...core.layer_names import find_aggregate_key
 from ...core.text import format_number
 from ...numerics.metric_names import LABELS
 from ..comparison.compare import Comparison
-from ..comparison.drift import describe_concentration
-from ..diagnosis.narrator import describe_band_exit, describe_step_distance, format_metric_value, tell_loss, tell_reference
+from ..comparison.drift import describe_common_property
+from ..diagnosis.narrator import (
+    describe_band_exit,
+    describe_step_distance,
+    format_metric_value,
+    tell_loss_outcome,
+    tell_reference_loss,
+)
 from ..formatting import make_jsonable
-from ..loss.gap import find_rise_above
+from ..loss.gap import find_rise_above_baseline
 
 #: largest number of rows in each table
 _EVENTS, _TENSORS = 15, 8
@@ -98,7 +104,9 @@ def _plain(text: str) -> str:
 
 def summarize(found: Comparison) -> str:
     """Return the comparison in a few sentences."""
-    return " ".join([*_of_the_loss(found), *_of_the_first_out(found), *tell_tensors(found), *_of_the_reference(found)])
+    return " ".join(
+        [*_of_the_loss(found), *_of_the_first_out(found), *tell_drifted_tensors(found), *_of_the_reference(found)]
+    )
 
 
 def tell_conclusion(found: Comparison) -> str:
@@ -106,11 +114,11 @@ def tell_conclusion(found: Comparison) -> str:
     return " ".join([*_of_the_loss(found)[:1], *_of_the_first_out(found), *_of_the_reference(found)])
 
 
-def tell_tensors(found: Comparison) -> list[str]:
+def tell_drifted_tensors(found: Comparison) -> list[str]:
     """Return sentences about the layers whose tensors drifted, and about the tensor that drifted farthest."""
     worst = found.tensors.row(0, named=True)
     return [
-        *describe_concentration(found.tensors),
+        *describe_common_property(found.tensors),
         described(worst, found.run.unit),
         *_of_the_experts(found, worst),
         *_of_other_recipes(found, worst),
@@ -118,17 +126,17 @@ def tell_tensors(found: Comparison) -> list[str]:
 
 
 def _of_the_reference(found: Comparison) -> list[str]:
-    return [*filter(None, [tell_reference(found.loss, found.run.unit)])]
+    return [*filter(None, [tell_reference_loss(found.loss, found.run.unit)])]
 
 
 def _of_the_loss(found: Comparison) -> list[str]:
     loss, unit = found.run.loss, found.run.unit
-    if found.baseline.loss.final is None or loss.final is None:
+    if found.baseline.loss.final_loss is None or loss.final_loss is None:
         return ["Not both records have losses, so only tensors are compared."]
-    told, rises = [tell_loss(found.loss, unit)], loss.diverged_at
+    told, rises = [tell_loss_outcome(found.loss, unit)], loss.divergence_step
     if rises is not None:
         told.append(f"It rises for good from {unit} {rises} on.")
-    elif found.loss.since is not None:
+    elif found.loss.rise_step is not None:
         told.append("It does not rise above its own minimum.")
     return told
 
@@ -146,7 +154,7 @@ def _of_the_first_out(found: Comparison) -> list[str]:
 def _of_the_experts(found: Comparison, aggregate: Mapping[str, Any]) -> list[str]:
     """Describe the worst expert of an aggregate in a sentence, if an expert's drift or NaN is known."""
     for row in found.experts.iter_rows(named=True):
-        if aggregate_key(row["layer"], row["role"]) == (aggregate["layer"], aggregate["role"]):
+        if find_aggregate_key(row["layer"], row["role"]) == (aggregate["layer"], aggregate["role"]):
             tells = row["nonfinite_since"] is not None or row["drift_log2"] is not None
             text = described(row, found.run.unit)
             return [f"Of its experts, {text[0].lower()}{text[1:]}"] if tells else []
@@ -154,7 +162,7 @@ def _of_the_experts(found: Comparison, aggregate: Mapping[str, Any]) -> list[str
 
 
 def _of_other_recipes(found: Comparison, worst: Mapping[str, Any]) -> list[str]:
-    rows = found.what_if().filter(layer=worst["layer"], role=worst["role"]).sort("relative_error")
+    rows = found.list_what_if_metrics().filter(layer=worst["layer"], role=worst["role"]).sort("relative_error")
     before = format_number(worst["relative_error_run"])
     return [
         f"Under {row['recipe']} its relative error would be {format_number(row['relative_error'])} instead of {before}, "
@@ -180,7 +188,7 @@ def described(worst: Mapping[str, Any], unit: str) -> str:
     return f"The tensor that drifted farthest is {name}: MSE {ratio}, {lost}."
 
 
-def to_json(found: Comparison) -> dict[str, Any]:
+def serialize_comparison(found: Comparison) -> dict[str, Any]:
     """Return the losses of each run, the verdict, the notes and the tables as plain values."""
     runs = {"baseline": found.baseline, "run": found.run} | ({"reference": found.reference} if found.reference else {})
     plain = {
@@ -192,10 +200,12 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "runs": {
             name: {
                 "path": run.path,
-                "final_loss": run.loss.final,
-                "lowest_loss": run.loss.lowest,
-                "diverged_at": run.loss.diverged_at,
-                "above_baseline_since": None if run is found.baseline else find_rise_above(run.loss, found.baseline.loss),
+                "final_loss": run.loss.final_loss,
+                "lowest_loss": run.loss.minimum_step_and_loss,
+                "diverged_at": run.loss.divergence_step,
+                "above_baseline_since": None
+                if run is found.baseline
+                else find_rise_above_baseline(run.loss, found.baseline.loss),
             }
             for name, run in runs.items()
         },
@@ -204,9 +214,9 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "tensors": found.tensors,
         "experts": found.experts,
         "out_of_band": found.out_of_band,
-        "groups": found.groups(),
+        "groups": found.count_out_of_band_groups(),
         "differences": found.differences(),
-        "what_if": found.what_if(),
-        **found.features,
+        "what_if": found.list_what_if_metrics(),
+        **found.feature_comparisons,
     }
     return make_jsonable(plain | tables)  # type: ignore[no-any-return]

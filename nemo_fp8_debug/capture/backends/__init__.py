@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from . import in_forward, megatron, torch_linear, torchao, transformer_engine
-from .base import Backend
+from .base import FrameworkBackend
 
 #: in order of precedence: the first backend that owns a module handles it
-BACKENDS: tuple[Backend, ...] = (
+BACKENDS: tuple[FrameworkBackend, ...] = (
     transformer_engine.LINEAR,
     transformer_engine.LAYERNORM_MLP,
     transformer_engine.GROUPED,
@@ -16,4 +16,4 @@ BACKENDS: tuple[Backend, ...] = (
     in_forward.BACKEND,
 )
 
-__all__ = ["BACKENDS", "Backend"]
+__all__ = ["BACKENDS", "FrameworkBackend"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...kernels import CastRule
-from ...numerics.block_scaling import BlockRule
+from ...numerics.block_scaling import BlockScalingRule
 from ...numerics.formats import DecodedCodes, FloatFormat
 from ...numerics.recipe import Recipe
 from ...numerics.tensor_scaling import CurrentScaling
@@ -23,11 +23,11 @@ Kwargs = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class ScaleInUse:
+class CastInUse:
     """The cast of an operand during one step, and the source of its scale."""
 
     #: a float32 scalar tensor for the whole step, or the rule that computes a scale for each tensor
-    scale: torch.Tensor | CurrentScaling | BlockRule
+    scale: torch.Tensor | CurrentScaling | BlockScalingRule
     format: FloatFormat
     #: recipe of the scale
     recipe: Recipe
@@ -38,30 +38,30 @@ class ScaleInUse:
     #: "unknown": the engine may quantize the operand in an unknown way. We measure it as if it were not quantized
     source: str
     #: casts for other products if they differ, by product as in `numerics.gemm_error`; None means high precision
-    products: Mapping[str, ScaleInUse | None] = field(default_factory=dict, compare=False)
+    products: Mapping[str, CastInUse | None] = field(default_factory=dict, compare=False)
     #: cast of the separate copy that dgrad or wgrad uses as its operand, if we know it and the copy has other values
-    columnwise: ScaleInUse | None = field(default=None, compare=False)
+    columnwise: CastInUse | None = field(default=None, compare=False)
     #: decoded values if the engine stores the operand as codes; None if the engine casts the operand in each step
     decoded: DecodedCodes | None = field(default=None, compare=False)
     #: group of ranks that all cast with the largest amax in the group, or None if this rank casts with its own amax
     amax_group: Any = field(default=None, compare=False)
 
-    def select_product_cast(self, product: str) -> ScaleInUse | None:
+    def select_product_cast(self, product: str) -> CastInUse | None:
         """Return the cast for one GEMM, or None if this GEMM multiplies the operand in high precision."""
         return self.products.get(product, self)
 
     @functools.cached_property
-    def rule(self) -> CastRule:
+    def cast_rule(self) -> CastRule:
         """The rule that measures a tensor under this cast."""
-        return CastRule(self.scale, self.format, self.sees_infinity)
+        return CastRule(self.scale, self.format, self.counts_infinity_in_amax)
 
     @property
-    def sees_infinity(self) -> bool:
+    def counts_infinity_in_amax(self) -> bool:
         """True if an infinite value makes the amax infinite, as in an engine. Otherwise infinite values are ignored."""
         return self.source in ("engine", "expected")
 
 
-class UnknownCast(Exception):
+class UnknownCastError(Exception):
     """An error that is raised if the cast of an operand cannot be determined. The message names the reason."""
 
 
@@ -70,13 +70,13 @@ _SHADOW = Recipe(CurrentScaling())
 
 
 @functools.cache
-def make_unquantized_cast(role: str) -> ScaleInUse:
+def make_unquantized_cast(role: str) -> CastInUse:
     """Return the cast of an operand that its engine leaves in high precision."""
-    return ScaleInUse(CurrentScaling(), _SHADOW.format_of(role), _SHADOW, "not quantized")
+    return CastInUse(CurrentScaling(), _SHADOW.get_format(role), _SHADOW, "not quantized")
 
 
 @functools.cache
-def make_unknown_cast(role: str) -> ScaleInUse:
+def make_unknown_cast(role: str) -> CastInUse:
     """Return the cast of an operand that is quantized in an unknown way."""
     return replace(make_unquantized_cast(role), source="unknown")
 
@@ -88,15 +88,15 @@ class StoredCodes(Protocol):
     def parameter(self) -> Any:
         """The parameter of the module."""
 
-    def decoded(self) -> DecodedCodes:
-        """Return the values of the codes. Raises UnknownCast."""
+    def decode_values(self) -> DecodedCodes:
+        """Return the values of the codes. Raises UnknownCastError."""
 
-    def cast(self) -> ScaleInUse:
-        """Return how the codes were cast. Raises UnknownCast."""
+    def find_cast(self) -> CastInUse:
+        """Return how the codes were cast. Raises UnknownCastError."""
 
 
 @dataclass(frozen=True)
-class Backend:
+class FrameworkBackend:
     """Functions that find a framework's GEMM modules and their operands.
 
     A module may run several GEMMs, which we call its *parts*. Functions receive the name of a part, or "" if a module has
@@ -117,13 +117,13 @@ class Backend:
     #: returns dY of a part, from the gradient of the output
     grad: Callable[[torch.Tensor, nn.Module, Args, Kwargs, str], torch.Tensor | None] = lambda grad, *_: grad
     #: returns whether another rank counts this rank's copy; None if all ranks with the module hold copies
-    copied: Callable[[nn.Module, str], bool | None] = parallel.is_duplicate
+    copied: Callable[[nn.Module, str], bool | None] = parallel.is_duplicate_operand
     #: returns the roles of a part that hooks cannot observe
     unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
     #: called after a forward call, to find how the engine casts a role of a part. It returns a function that returns this
     #: cast. Call the returned function immediately for X and W, and in the backward for dY. Both functions may raise
-    #: UnknownCast. The field is None if the backend never quantizes
-    cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], ScaleInUse]] | None = None
+    #: UnknownCastError. The field is None if the backend never quantizes
+    cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], CastInUse]] | None = None
     #: called once per sampled step; returns why no cast of the engine can be determined, or ""
     untold: Callable[[], str] = str
     #: returns the reader of a part's weight if the weight is stored in FP8 or FP4
@@ -148,7 +148,7 @@ class Backend:
     recipe: Callable[[nn.Module], Recipe | None] = lambda module: None
 
 
-def find_foreign_forward(module: nn.Module, kinds: tuple[type, ...], read: Collection[str] = ()) -> str:
+def explain_unsupported_forward(module: nn.Module, kinds: tuple[type, ...], read: Collection[str] = ()) -> str:
     """Return why the forward of a module may change or quantize its operands, or "" if this forward is supported.
 
     Args:
@@ -185,7 +185,7 @@ def is_plain_tensor(parameter: Any) -> bool:
     return type(local) in (torch.Tensor, nn.Parameter) and local.is_floating_point() and local.element_size() >= 2
 
 
-def is_gathered_later(module: nn.Module, weight: torch.Tensor | None) -> bool:
+def may_be_gathered_later(module: nn.Module, weight: torch.Tensor | None) -> bool:
     """Return True if a sharding engine may still gather W, or cast or split X, between our hook and the forward."""
     if hasattr(module, "unshard"):  # FSDP2 may have gathered W in advance
         return True

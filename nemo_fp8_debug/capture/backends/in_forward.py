@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .base import Backend, is_plain_tensor, read_raw_weight
+from .base import FrameworkBackend, is_plain_tensor, read_raw_weight
 
 #: parameters that are never multiplied as matrices
 NO_MATRIX = re.compile(r"(?:^|_)bias(?:es)?$|norm")
@@ -56,12 +56,12 @@ def computed_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p for name, p in module.named_parameters() if not NO_MATRIX.search(name)}
 
 
-def parameter_names(module: nn.Module, part: str) -> Sequence[str]:
+def list_parameter_names(module: nn.Module, part: str) -> Sequence[str]:
     """Return the names of a part's parameter, or of the parameters that the part's weight is computed from."""
-    return list(computed_of(module)) if is_weight_computed(module) else [parameter_name(module, part)]
+    return list(computed_of(module)) if is_weight_computed(module) else [find_parameter_name(module, part)]
 
 
-def parameter_name(module: nn.Module, part: str) -> str:
+def find_parameter_name(module: nn.Module, part: str) -> str:
     """Return the name of a part's parameter within its module."""
     if isinstance(module, nn.MultiheadAttention):
         return "out_proj.weight" if part == "out_proj" else f"{part}_weight"
@@ -78,12 +78,12 @@ def _no_output(out: object) -> torch.Tensor:
     raise TypeError("its operands are inside its forward, so it has no output to observe")
 
 
-BACKEND = Backend(
+BACKEND = FrameworkBackend(
     name="experts in parameters of three dimensions, nn.MultiheadAttention and transformers' Conv1D",
     owns=lambda module: bool(list_parameter_suffixes(module)),
     parts=list_parameter_suffixes,
     input=lambda module, args, kwargs, part: None,
-    weight=lambda module, args, kwargs, part: read_parameter(module, parameter_name(module, part)),
+    weight=lambda module, args, kwargs, part: read_parameter(module, find_parameter_name(module, part)),
     output=_no_output,
     in_forward=True,
 )

@@ -11,7 +11,7 @@ from torch import nn
 from ...numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ...numerics.recipe import Recipe
 from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from .base import Args, Backend, Kwargs, read_raw_weight
+from .base import Args, FrameworkBackend, Kwargs, read_raw_weight
 
 
 def _owns(module: nn.Module) -> bool:
@@ -33,7 +33,7 @@ _RULES: dict[str, CurrentScaling | Float8BlockScaling | MXFP8Scaling] = {
 }
 
 
-def configured_recipe(module: nn.Module) -> Recipe | None:
+def read_configured_recipe(module: nn.Module) -> Recipe | None:
     """Return the FP8 recipe of Megatron's TransformerConfig. Current scaling replaces unsupported recipes."""
     config: Any = getattr(module, "config", None)
     fp8 = getattr(config, "fp8", None)
@@ -47,11 +47,11 @@ def configured_recipe(module: nn.Module) -> Recipe | None:
     return Recipe(delayed, fp8_format)
 
 
-BACKEND = Backend(
+BACKEND = FrameworkBackend(
     name="Megatron ColumnParallelLinear and RowParallelLinear",
     owns=_owns,
     input=lambda module, args, kwargs, part: args[0] if args else kwargs["input_"],
     weight=_weight,
     output=lambda out: out[0] if isinstance(out, tuple) else out,
-    recipe=configured_recipe,
+    recipe=read_configured_recipe,
 )

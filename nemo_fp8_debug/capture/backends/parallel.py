@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import nn
 
 
-def find_parallel_state() -> Any:
+def find_megatron_parallel_state() -> Any:
     """Return Megatron's `parallel_state` if the run uses it."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
-def is_duplicate(module: nn.Module, role: str) -> bool | None:
+def is_duplicate_operand(module: nn.Module, role: str) -> bool | None:
     """Return True if another rank counts this rank's part of a linear module's `role`.
 
     Return None if all ranks with the module have copies, as for weights without Megatron's groups.
     """
-    state = find_parallel_state()
+    state = find_megatron_parallel_state()
     if state is None:
         return None if role == "weight" else False
     expert = _is_expert(module)
@@ -31,9 +31,9 @@ def is_duplicate(module: nn.Module, role: str) -> bool | None:
     return bool(within) and not _is_split(module, role, expert)
 
 
-def is_duplicate_master(module: nn.Module) -> bool:
+def is_duplicate_master_weight(module: nn.Module) -> bool:
     """Return True if another rank counts this rank's part of a master weight. Data-parallel ranks have different parts."""
-    state = find_parallel_state()
+    state = find_megatron_parallel_state()
     if state is None or _kind(module) is not None:
         return False
     return bool(_expert_tensor_rank(state) if _is_expert(module) else state.get_tensor_model_parallel_rank())
@@ -50,13 +50,13 @@ def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
     return of_sequence
 
 
-def find_shared_part(module: nn.Module, what: str) -> int | None:
+def find_replica_part_index(module: nn.Module, what: str) -> int | None:
     """Return the index of this rank's part of a tensor, or None if no other rank is known to have the same part.
 
     Args:
         what: `weight`, `weight_gradient` or `input`. Tensor-parallel ranks share the input of column-parallel layers.
     """
-    state = find_parallel_state()
+    state = find_megatron_parallel_state()
     expert = _is_expert(module)
     if what == "input":
         if state is None or expert or _kind(module) != "column" or _splits_sequence(module) or _others_communicate(module):
@@ -69,7 +69,7 @@ def find_shared_part(module: nn.Module, what: str) -> int | None:
 
 def count_tensor_parts() -> dict[str, int]:
     """Return the number of parts for each kind of tensor that ranks compare. The result is the same on all ranks."""
-    state = find_parallel_state()
+    state = find_megatron_parallel_state()
     if state is None:
         return {"weight": 1, "weight_gradient": 1, "master": 1}
     tensor = int(state.get_tensor_model_parallel_world_size())
@@ -79,9 +79,9 @@ def count_tensor_parts() -> dict[str, int]:
     return {"weight": parts, "weight_gradient": parts, "master": 1} | data
 
 
-def count_gradient_ranks(module: nn.Module) -> int | None:
+def count_ranks_summing_gradient(module: nn.Module) -> int | None:
     """Return over how many ranks Megatron sums a weight's gradient, or None without Megatron's groups."""
-    state = find_parallel_state()
+    state = find_megatron_parallel_state()
     if state is None:
         return None
     if _is_expert(module):
@@ -93,7 +93,7 @@ def count_gradient_ranks(module: nn.Module) -> int | None:
 
 def is_summed_over_ranks(module: nn.Module, product: str) -> bool:
     """Return True if a module sums a product over ranks: Y of row-parallel layers, dX of column-parallel layers."""
-    state = find_parallel_state()
+    state = find_megatron_parallel_state()
     kind = {"fprop": "row", "dgrad": "column"}.get(product)
     if state is None or kind is None or _kind(module) != kind or _others_communicate(module):
         return False
@@ -104,12 +104,12 @@ def is_summed_over_ranks(module: nn.Module, product: str) -> bool:
     return bool(size > 1)
 
 
-def find_sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
+def find_sequence_split(module: nn.Module, kind: str) -> tuple[int, int] | None:
     """Return this rank's index and the number of ranks, if ranks split the sequence and the module is of this kind.
 
     Return None for other modules. The kind is `column` or `row`.
     """
-    state = find_parallel_state()
+    state = find_megatron_parallel_state()
     if state is None or _kind(module) != kind or _is_expert(module) or not _splits_sequence(module):
         return None
     size: int = state.get_tensor_model_parallel_world_size()
@@ -163,7 +163,7 @@ def _expert_data_rank(state: Any) -> int:
     return rank
 
 
-def find_first_expert(experts: int, owner: nn.Module | None = None) -> int:
+def find_first_expert_index(experts: int, owner: nn.Module | None = None) -> int:
     """Return the global index of this rank's first expert. Each rank has `experts` experts.
 
     Args:
@@ -172,5 +172,5 @@ def find_first_expert(experts: int, owner: nn.Module | None = None) -> int:
     group = getattr(owner, "ep_group", None)
     if isinstance(group, dist.ProcessGroup):
         return experts * dist.get_rank(group)
-    state = find_parallel_state()
+    state = find_megatron_parallel_state()
     return 0 if state is None else experts * int(state.get_expert_model_parallel_rank())

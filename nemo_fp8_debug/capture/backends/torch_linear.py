@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .base import Backend, find_foreign_forward, is_plain_tensor, read_raw_weight
+from .base import FrameworkBackend, explain_unsupported_forward, is_plain_tensor, read_raw_weight
 
 
 def _foreign(module: nn.Module) -> str:
     """Return why the module may change or quantize its operands, or "" if it is a plain `nn.Linear`."""
-    if why := find_foreign_forward(module, (nn.Linear,)):
+    if why := explain_unsupported_forward(module, (nn.Linear,)):
         return why
     weight = read_raw_weight(module)
     if weight is not None and not is_plain_tensor(weight):
@@ -18,7 +18,7 @@ def _foreign(module: nn.Module) -> str:
     return ""
 
 
-BACKEND = Backend(
+BACKEND = FrameworkBackend(
     name="torch.nn.Linear",
     # The output projection of MultiheadAttention is a Linear that is never called.
     owns=lambda module: isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear),

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numba.np.numpy_support import carray
 
-from ...numerics.block_scaling import WHOLE_ROW, BlockRule, compute_block_scales, view_as_matrix
+from ...numerics.block_scaling import WHOLE_ROW, BlockScalingRule, compute_block_scales, view_as_matrix
 from ...numerics.formats import FloatFormat
-from ...numerics.histogram import BINS, Histogram, compute_bin_magnitudes, infinity_bin
+from ...numerics.histogram import BINS, Histogram, compute_bin_magnitudes, find_infinity_bin
 from ...numerics.metrics import QuantizationSums
 from ..memory import read_address
-from .histogram import occupied
+from .histogram import list_occupied_bins
 from .jit import (
     JOB,
     CompiledJob,
@@ -34,7 +34,7 @@ from .jit import (
     values_at,
     view_job_numbers,
 )
-from .quantize import compute_rounding_constants, largest_pattern, round_to_format
+from .quantize import compute_rounding_constants, find_largest_pattern, round_to_format
 from .threads import run_job_shares
 
 #: least number of values for each thread
@@ -43,14 +43,16 @@ GRAIN = 1 << 18
 _RESULTS = 5
 
 
-def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> QuantizationSums:
+def block_quantization_sums(
+    x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram
+) -> QuantizationSums:
     """Return the result of `numerics.block_scaling.quantization_sums_in_blocks`, added up in another order.
 
     Args:
         x: bfloat16 or float16, not empty, in CPU memory.
         counted: the histogram of `x`.
     """
-    high, wide = rule.block(role)
+    high, wide = rule.get_block_shape(role)
     columns = x.shape[-1] if x.dim() else 1
     rows, stride, kept = x.numel() // columns, columns, x
     if not x.is_contiguous():
@@ -59,7 +61,9 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
             kept = kept.contiguous()
         stride = kept.stride(0) if rows > 1 else columns
     blocks = math.ceil(rows / high) * math.ceil(columns / wide)
-    first, last = bounds(counted.counts.data_ptr(), infinity_bin(x.dtype)) if rule.two_level else (0, BINS - 1)
+    first, last = (
+        find_occupied_bounds(counted.counts.data_ptr(), find_infinity_bin(x.dtype)) if rule.two_level else (0, BINS - 1)
+    )
     whole = compute_bin_magnitudes(x.dtype, torch.device("cpu"))[last]
     scales = compute_block_scales(rule, whole, fmt, x.dtype, slice(first, last + 1))
     tables = (
@@ -78,10 +82,10 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
 
 
 @jit
-def bounds(address: int, infinity: int) -> tuple[int, int]:
+def find_occupied_bounds(address: int, infinity: int) -> tuple[int, int]:
     """Return the first and the last occupied bin, ignoring the bins of zero and NaN. Return (0, 0) if none is left."""
     bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
-    end, first = occupied(address, bins, counts), 0
+    end, first = list_occupied_bins(address, bins, counts), 0
     while end and bins[end - 1] > infinity:
         end -= 1
     if end and not bins[0]:
@@ -95,7 +99,7 @@ def _sums_of_blocks(wide: int, half: bool) -> CompiledJob:
 
     `half` selects float16 instead of bfloat16.
     """
-    infinity = np.uint16(infinity_bin(torch.float16 if half else torch.bfloat16))
+    infinity = np.uint16(find_infinity_bin(torch.float16 if half else torch.bfloat16))
 
     @compile_job
     def add_up_blocks(job: int) -> None:
@@ -140,7 +144,7 @@ def _sums_of_block(  # type: ignore[no-untyped-def]
     amax = np.uint16(0)
     for r in range(rows):
         words = carray(values_at(address + 2 * r * stride), columns)
-        amax = max(amax, largest_pattern(words, np.uint16(0x8000), infinity))
+        amax = max(amax, find_largest_pattern(words, np.uint16(0x8000), infinity))
     entry = np.int64(amax) - first
     underflows, overflows, error2, xq, q2 = np.uint32(0), np.uint32(0), 0.0, 0.0, 0.0
     if not amax or not 0 <= entry < scales.size:

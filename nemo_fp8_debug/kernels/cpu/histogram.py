@@ -18,7 +18,7 @@ from .jit import (
     counters_at,
     counts_at,
     jit,
-    prefetch,
+    prefetch_cache_line,
     take_next_share,
     values_at,
     view_job_numbers,
@@ -46,8 +46,8 @@ def _count_directly(values: Values, counts: Counts) -> None:
 
 
 @jit
-def count_small_array(address: int, n: int, counts: int) -> None:
-    """Count fewer than `SMALL` values, like `count_patterns`. The values are at `address`, the counters at `counts`."""
+def count_bit_patterns_if_small(address: int, n: int, counts: int) -> None:
+    """Count fewer than `SMALL` values, like `count_bit_patterns`. The values are at `address`, the counters at `counts`."""
     _count_directly(carray(values_at(address), (1, n)), carray(counts_at(counts), 32768))
 
 
@@ -59,14 +59,14 @@ def sum_last_counts(counts: int, first: int) -> int:
 
 
 @jit
-def occupied(address: int, bins: Counts, counts: Counts) -> int:
+def list_occupied_bins(address: int, bins: Counts, counts: Counts) -> int:
     """Write the non-empty bins, in ascending order, to `bins`, and their counts to `counts`. Return how many there are.
 
     `address` is the address of the histogram.
     """
     table, n = carray(counts_at(address), 32768), 0
     for i in range(0, 32768, 8):  # most groups of eight are empty
-        prefetch(table, i + AHEAD)
+        prefetch_cache_line(table, i + AHEAD)
         some = table[i]
         for j in range(i + 1, i + 8):
             some |= table[j]
@@ -101,9 +101,9 @@ def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]
     for start in range(0, whole, 32):
         for ahead in range(start + AHEAD, start + AHEAD + 32, 8 if run.strides[0] > 2 else 32):
             if ahead < run.size:
-                prefetch(run, ahead)
+                prefetch_cache_line(run, ahead)
             else:
-                prefetch(following, ahead - run.size)
+                prefetch_cache_line(following, ahead - run.size)
         for i in range(start, start + 32, 4):
             a[run[i] & 0x7FFF] += 1
             b[run[i + 1] & 0x7FFF] += 1
@@ -160,7 +160,7 @@ def _counting() -> CompiledJob:
     return count
 
 
-def count_patterns(values: Values, counts: Counts, threads: int) -> None:
+def count_bit_patterns(values: Values, counts: Counts, threads: int) -> None:
     """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs.
 
     Args:
@@ -173,11 +173,11 @@ def count_patterns(values: Values, counts: Counts, threads: int) -> None:
         _count_directly(values, counts)
         return
     shares = min(threads, max(1, values.size // GRAIN))
-    tables = _private.take(shares)
+    tables = _private.take_array(shares)
     rows, columns = values.shape
     stride, step = (of // values.itemsize for of in values.strides)
     where = values.ctypes.data, rows, columns, stride, step, counts.ctypes.data, tables.ctypes.data
     job = run_job_shares(_counting(), where, shares, 1)
     if not all(job[JOB:]):
         raise MemoryError(f"no room to count {values.size} values")
-    _private.give_back(tables)
+    _private.return_array(tables)

@@ -14,9 +14,9 @@ import torch
 
 from ...numerics import metrics
 from ...numerics.formats import FloatFormat
-from ...numerics.histogram import BINS, DTYPES, LANES, Histogram, HistogramBatch, infinity_bin, list_magnitudes
-from ...numerics.metrics import Moments, QuantizationSums
-from .histogram import occupied
+from ...numerics.histogram import BINS, DTYPES, LANES, Histogram, HistogramBatch, find_infinity_bin, list_pattern_magnitudes
+from ...numerics.metrics import QuantizationSums, ValueMoments
+from .histogram import list_occupied_bins
 from .jit import jit
 from .quantize import compute_rounding_constants, round_to_format
 
@@ -38,21 +38,21 @@ class Histograms:
         return self if len(rows) == len(self._histograms) else Histograms([self._histograms[i] for i in rows])
 
     @functools.cached_property
-    def moments(self) -> Moments:
+    def value_moments(self) -> ValueMoments:
         """The moments of all histograms, as S rows."""
         integers, floats = np.empty((3, len(self._histograms)), np.int64), np.empty((5, len(self._histograms)))
         if self._histograms:
             _moments(*self._packed, integers, floats)
-        return Moments(*torch.from_numpy(integers).unbind(), *torch.from_numpy(floats).unbind())
+        return ValueMoments(*torch.from_numpy(integers).unbind(), *torch.from_numpy(floats).unbind())
 
     def amax(self) -> torch.Tensor:
         """Return the largest finite magnitudes, float32 [S], as `HistogramBatch.amax` does."""
-        return self.moments.amax.float()
+        return self.value_moments.amax.float()
 
     def quantization_sums(self, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
         """Return the quantization sums as S rows. Each histogram has its own scale (`scale` is float32 [S]) and format."""
         if any(fmt.bits != _FP8_BITS for fmt in formats):
-            return metrics.quantization_sums(HistogramBatch.pack_histograms(self._histograms), scale, formats)
+            return metrics.quantization_sums_of_histograms(HistogramBatch.pack_histograms(self._histograms), scale, formats)
         integers, floats = np.empty((2, len(formats)), np.int64), np.empty((3, len(formats)))
         if formats:
             numbers = np.array([compute_rounding_constants(fmt) for fmt in formats], np.float32)
@@ -62,20 +62,20 @@ class Histograms:
     @functools.cached_property
     def _packed(self) -> tuple[npt.NDArray[np.float32], Integers, Integers, Integers, Integers, Integers]:
         """Arguments of the compiled loops: magnitudes, and the occupied bins and counts of all histograms, end to end."""
-        bins, counts = (np.concatenate(of) for of in zip(*(h.occupied for h in self._histograms), strict=True))
-        ends = np.cumsum([0, *(len(h.occupied[0]) for h in self._histograms)])
-        infinity = np.array([infinity_bin(h.dtype) for h in self._histograms])
+        bins, counts = (np.concatenate(of) for of in zip(*(h.occupied_bins for h in self._histograms), strict=True))
+        ends = np.cumsum([0, *(len(h.occupied_bins[0]) for h in self._histograms)])
+        infinity = np.array([find_infinity_bin(h.dtype) for h in self._histograms])
         table = np.array([BINS * DTYPES.index(h.dtype) for h in self._histograms])
-        return list_magnitudes().numpy(), bins, counts, ends, infinity, table
+        return list_pattern_magnitudes().numpy(), bins, counts, ends, infinity, table
 
 
 def _find_occupied(histograms: Sequence[Histogram]) -> None:
-    """Fill in `Histogram.occupied`, in a fifth of the time that the property takes."""
+    """Fill in `Histogram.occupied_bins`, in a fifth of the time that the property takes."""
     bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
     for histogram in histograms:
         if "occupied" not in vars(histogram):
-            n = occupied(histogram.counts.data_ptr(), bins, counts)
-            histogram.occupied = bins[:n].copy(), counts[:n].copy()
+            n = list_occupied_bins(histogram.counts.data_ptr(), bins, counts)
+            histogram.occupied_bins = bins[:n].copy(), counts[:n].copy()
 
 
 @jit

@@ -58,7 +58,7 @@ def instruction(function: Callable[..., Any], prefer_literal: bool = False) -> C
 
 
 @instruction
-def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+def prefetch_cache_line(typing_context: Any, array: Any, index: Any) -> Any:
     """Prefetch the cache line of `array[index]`.
 
     We do not load the line into the first-level cache, which can wait for only a few lines at once.

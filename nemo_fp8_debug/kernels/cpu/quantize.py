@@ -119,7 +119,7 @@ def _reading(dtype: torch.dtype) -> CompiledJob:
             share = take_next_share(job)
             if share >= shares:
                 return
-            numbers[JOB + share] = largest_pattern(x[n * share // shares : n * (share + 1) // shares], sign, infinity)
+            numbers[JOB + share] = find_largest_pattern(x[n * share // shares : n * (share + 1) // shares], sign, infinity)
 
     return read
 
@@ -148,7 +148,7 @@ def _cast_float32(x: Floats, out: Floats, by: _By) -> None:
 
 
 @jit
-def largest_pattern(x: Words, sign: Any, infinity: Any) -> int:
+def find_largest_pattern(x: Words, sign: Any, infinity: Any) -> int:
     """Return the largest magnitude pattern, ignoring NaN. `sign` and `infinity` have the same integer type as the words."""
     top = sign ^ sign
     for i in range(x.size):

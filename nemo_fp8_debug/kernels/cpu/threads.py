@@ -55,13 +55,13 @@ class ZeroedArrays:
         self._shape, self._dtype = shape, dtype
         self._kept: list[npt.NDArray[Any]] = []
 
-    def take(self, shares: int) -> npt.NDArray[Any]:
+    def take_array(self, shares: int) -> npt.NDArray[Any]:
         """Return an array of zeros, [at least `shares`, *shape], for exclusive use. Give it back only if it is all zeros."""
         found = self._kept.pop() if self._kept else None
         return found if found is not None and len(found) >= shares else np.zeros((shares, *self._shape), self._dtype)
 
-    def give_back(self, zeros: npt.NDArray[Any]) -> None:
-        """Keep an array of zeros for a later `take`."""
+    def return_array(self, zeros: npt.NDArray[Any]) -> None:
+        """Keep an array of zeros for a later `take_array`."""
         self._kept.append(zeros)
 
 

@@ -17,17 +17,17 @@ from numba import uint32, uint64
 
 from ...numerics.formats import BF16, E4M3, FloatFormat
 from ...numerics.metrics import (
-    Moments,
+    DeferredRowSum,
     MomentsFound,
     SumsFound,
-    UnsummedRow,
-    moments_of_float32,
+    ValueMoments,
+    compute_float32_moments,
     quantization_sums_of_float32,
 )
 from ..memory import DeviceMemory
 from .histogram import LEAST_BLOCKS
-from .launches import Grid, Kernel, Stream, compile_device_function, cuda, multiprocessors
-from .sums import SUMS, fold, round_to_code, store_thread_sums, total
+from .launches import CudaKernel, CudaStream, Grid, compile_device_function, count_multiprocessors, cuda
+from .sums import SUMS, fold_thread_sums, round_to_code, store_thread_sums, sum_part_rows
 from .tile import CodeRounding
 
 #: number of threads in a thread block, a power of two
@@ -81,14 +81,14 @@ def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
     store_thread_sums(mine, room, thread, threads)
     while half:
         cuda.syncthreads()
-        fold(len(mine), room, thread, half, threads)
+        fold_thread_sums(len(mine), room, thread, half, threads)
         half >>= 1
     if thread == 0:
         for i in range(len(mine)):
             out[cuda.blockIdx.x * len(mine) + i] = room[i * threads].view(np.float64)
 
 
-@Kernel
+@CudaKernel
 def _moments(values: Any, out: Any) -> None:
     room = cuda.shared.array(_MOMENTS_ROOM, uint64)
     extremes = cuda.shared.array(2, uint32)
@@ -137,7 +137,7 @@ def _sums_of(is_bfloat16: bool) -> Any:
         error = x - q
         return underflows, overflows, error2 + error * error, xq + x * q, q2 + q * q
 
-    @Kernel
+    @CudaKernel
     def sums(values: Any, scales: Any, codes: Any, out: Any) -> None:
         room = cuda.shared.array(_SUMS_ROOM, uint64)
         scale, inverse = scales[0], 1 / np.float64(scales[0])
@@ -183,12 +183,12 @@ def launch_sums(values: Any, scale: Any, fmt: FloatFormat, out: Any, grid: Grid)
     _sums_of(fmt == BF16).start(grid, values, scale, CodeRounding.from_format(fmt), out)
 
 
-def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
+def moments_of_parts(parts: torch.Tensor, n: int) -> ValueMoments:
     """Return the moments of n values from the output of `launch_moments`, float64 [6 * parts]."""
     blocks = len(parts) // (MOMENTS + 2)
     sums, extremes = parts[: MOMENTS * blocks].view(blocks, MOMENTS).sum(0), parts[MOMENTS * blocks :].view(2, blocks)
     counts, amin = sums[:2].long(), extremes[1].amin()[None]
-    return Moments(
+    return ValueMoments(
         n=n - counts.sum()[None],
         nan=counts[:1],
         inf=counts[1:],
@@ -200,8 +200,8 @@ def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
     )
 
 
-def moments(x: torch.Tensor) -> MomentsFound:
-    """Return the result of `numerics.metrics.moments_of_float32`, computed in torch's current stream.
+def measure_float32_moments(x: torch.Tensor) -> MomentsFound:
+    """Return the result of `numerics.metrics.compute_float32_moments`, computed in torch's current stream.
 
     The first call on a device compiles the kernel.
 
@@ -212,12 +212,12 @@ def moments(x: torch.Tensor) -> MomentsFound:
         ValueError: the tensor's memory was freed. A kernel that reads freed memory would end the run.
     """
     if not x.numel():
-        return moments_of_float32(x)
+        return compute_float32_moments(x)
     values, blocks = _values(x)
     parts = torch.empty(blocks * (MOMENTS + 2), dtype=torch.float64, device=x.device)
-    grid = blocks, THREADS, Stream.current(x.device)
+    grid = blocks, THREADS, CudaStream.current(x.device)
     launch_moments(DeviceMemory(values, "u4", x.numel()), DeviceMemory(parts, "f8", len(parts)), grid)
-    return UnsummedRow(parts, functools.partial(moments_of_parts, n=x.numel()))
+    return DeferredRowSum(parts, functools.partial(moments_of_parts, n=x.numel()))
 
 
 def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> SumsFound:
@@ -239,8 +239,8 @@ def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) ->
     parts = torch.empty(blocks, SUMS, dtype=torch.float64, device=x.device)
     scale = scale.float()
     patterns, out = DeviceMemory(values, "u4", x.numel()), DeviceMemory(parts, "f8", parts.numel())
-    launch_sums(patterns, DeviceMemory(scale, "f4", 1), fmt, out, (blocks, THREADS, Stream.current(x.device)))
-    return UnsummedRow(parts, total)
+    launch_sums(patterns, DeviceMemory(scale, "f4", 1), fmt, out, (blocks, THREADS, CudaStream.current(x.device)))
+    return DeferredRowSum(parts, sum_part_rows)
 
 
 def _values(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -248,16 +248,16 @@ def _values(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     values = x.detach().contiguous()
     if not values.data_ptr():
         raise ValueError("the memory of the tensor was freed")
-    most = RESIDENT * multiprocessors(x.device)
+    most = RESIDENT * count_multiprocessors(x.device)
     return values, max(LEAST_BLOCKS, min(most, math.ceil(x.numel() / (AT_ONCE * THREADS))))
 
 
-def try_out(device: torch.device) -> None:
+def run_kernel_once(device: torch.device) -> None:
     """Run the kernel once on a device.
 
     Raises:
         Exception: Numba cannot use the device. The exception may be of many types.
     """
     x = torch.zeros(32, device=device)
-    moments(x)
+    measure_float32_moments(x)
     quantization_sums(x, torch.ones((), device=device), E4M3)

@@ -13,7 +13,7 @@ from numba import int32, uint32
 
 from ...numerics.histogram import BINS
 from ..memory import DeviceMemory
-from .launches import Grid, Kernel, Stream, compile_device_function, cuda, multiprocessors
+from .launches import CudaKernel, CudaStream, Grid, compile_device_function, count_multiprocessors, cuda
 
 #: number of counters that a thread block keeps in shared memory (44 KiB): 88 binades of bfloat16, or 11 of float16
 WINDOW = 11 << 10
@@ -78,7 +78,7 @@ def _tally(word: Any, lowest: Any, window: Any, counts: Any) -> Any:
     return _outside(word, lowest, counts) if farthest == _OUTSIDE else uint32(0)
 
 
-@Kernel
+@CudaKernel
 def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts: Any) -> None:
     window = cuda.shared.array(_COUNTERS, uint32)
     beside = cuda.shared.array(2, uint32)
@@ -124,7 +124,7 @@ def words_of(address: int, n: int) -> tuple[int, int]:
     return head, (n - head) // 4
 
 
-def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts: Any, grid: Grid) -> None:
+def launch_histogram_kernel(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts: Any, grid: Grid) -> None:
     """Start the kernel without waiting for it.
 
     Args:
@@ -139,7 +139,7 @@ def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts:
     _count.start(grid, values, words, head, body // threads, infinity, counts)
 
 
-def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) -> None:
+def count_bit_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) -> None:
     """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs. Do not wait for the device.
 
     The work runs in torch's current stream. The first call on a device compiles the kernel.
@@ -158,16 +158,18 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) ->
     if not start:
         raise ValueError("the memory of the tensor was freed")
     head, body = words_of(start, n)
-    blocks = max(LEAST_BLOCKS, RESIDENT * multiprocessors(values.device))
+    blocks = max(LEAST_BLOCKS, RESIDENT * count_multiprocessors(values.device))
     bits, words = DeviceMemory(values, "u2", n), DeviceMemory(values, "u8", body, 2 * head)
-    grid = blocks, THREADS, Stream.current(values.device)
-    launch(bits, words, (head, body), infinity, DeviceMemory(counts, "i8", BINS), grid)
+    grid = blocks, THREADS, CudaStream.current(values.device)
+    launch_histogram_kernel(bits, words, (head, body), infinity, DeviceMemory(counts, "i8", BINS), grid)
 
 
-def try_out(device: torch.device) -> None:
+def run_kernel_once(device: torch.device) -> None:
     """Run the kernel once on a device.
 
     Raises:
         Exception: Numba cannot use the device. The exception may be of many types.
     """
-    count_patterns(torch.zeros(64, dtype=torch.int16, device=device), torch.zeros(BINS, dtype=torch.int64, device=device), 1)
+    count_bit_patterns(
+        torch.zeros(64, dtype=torch.int16, device=device), torch.zeros(BINS, dtype=torch.int64, device=device), 1
+    )

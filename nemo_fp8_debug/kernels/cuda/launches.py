@@ -21,7 +21,7 @@ import numba.cuda
 import torch
 
 from ...errors import warn
-from ..memory import DeviceMemory, current_stream
+from ..memory import DeviceMemory, get_current_stream
 
 cuda: Any = numba.cuda
 
@@ -33,20 +33,20 @@ _entered = threading.local()
 _HERE = contextlib.nullcontext()
 
 
-class Stream(NamedTuple):
+class CudaStream(NamedTuple):
     """A stream of a CUDA device."""
 
     device: int
     handle: int
 
     @classmethod
-    def current(cls, device: torch.device) -> Stream:
+    def current(cls, device: torch.device) -> CudaStream:
         """Return torch's current stream of a device."""
-        return cls(device.index, current_stream(device))
+        return cls(device.index, get_current_stream(device))
 
 
 #: number of thread blocks, number of threads in each, and the stream to run in (the simulator has no streams)
-Grid = tuple[int, int] | tuple[int, int, Stream]
+Grid = tuple[int, int] | tuple[int, int, CudaStream]
 #: argument of a kernel: an array in the memory of a device or the simulator, a number, or a tuple of numbers
 Argument = Any
 
@@ -56,7 +56,7 @@ def compile_device_function(function: Callable[..., Any]) -> Any:
     return cuda.jit(function, device=True)
 
 
-class Kernel:
+class CudaKernel:
     """A compiled function that the host starts."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -77,7 +77,7 @@ class Kernel:
                 self._function[blocks, threads, cuda.external_stream(stream.handle)](*arguments)
             return
         with _device(stream.device):
-            _core().launch(_stream(stream), _config(blocks, threads), kernel, *parameters(arguments))
+            _core().launch(_stream(stream), _config(blocks, threads), kernel, *flatten_kernel_arguments(arguments))
 
     def _found(self, device: int, arguments: Sequence[Argument]) -> Any:
         """Return the kernel for cuda.core to launch, or None if Numba has to launch it."""
@@ -105,12 +105,12 @@ def _checked(compiled: Any, arguments: Sequence[Argument]) -> Any:
     sizes = [of.size for of in kernel.arguments_info]
     if fields.field_count != len(_FIELDS) or any(fields.get_field_position(name) != i for i, name in enumerate(_FIELDS)):
         raise ValueError("unsupported layout of arrays in Numba")
-    if sizes != [getattr(of, "nbytes", _INTEGER) for of in parameters(arguments)]:
+    if sizes != [getattr(of, "nbytes", _INTEGER) for of in flatten_kernel_arguments(arguments)]:
         raise ValueError("unsupported sizes of its parameters")
     return kernel
 
 
-def parameters(arguments: Sequence[Argument]) -> list[Any]:
+def flatten_kernel_arguments(arguments: Sequence[Argument]) -> list[Any]:
     """Return the arguments in the form that Numba's kernels take: an array as seven integers, a tuple as its elements."""
     found: list[Any] = []
     for argument in arguments:
@@ -132,7 +132,7 @@ def _core() -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _stream(stream: Stream) -> Any:
+def _stream(stream: CudaStream) -> Any:
     return _core().Stream.from_handle(stream.handle)
 
 
@@ -151,6 +151,6 @@ def _device(index: int) -> contextlib.AbstractContextManager[Any]:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
+def count_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

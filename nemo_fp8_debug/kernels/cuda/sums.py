@@ -36,7 +36,7 @@ def store_thread_sums(mine: Any, room: Any, thread: Any, threads: Any) -> None:
 
 
 @compile_device_function
-def fold(sums: Any, room: Any, thread: Any, half: Any, threads: Any) -> None:
+def fold_thread_sums(sums: Any, room: Any, thread: Any, half: Any, threads: Any) -> None:
     """Run one step of adding up the threads' sums: add the upper half of the threads to the lower half, in a fixed order."""
     if thread < half:
         for i in range(sums):
@@ -44,7 +44,7 @@ def fold(sums: Any, room: Any, thread: Any, half: Any, threads: Any) -> None:
             room[at] = (room[at].view(np.float64) + room[at + half].view(np.float64)).view(np.uint64)
 
 
-def total(parts: torch.Tensor) -> QuantizationSums:
+def sum_part_rows(parts: torch.Tensor) -> QuantizationSums:
     """Add up the rows of `parts`, float64 [parts, 5], into one row. Counts below 2^53 are exact in float64."""
     underflows, overflows, *others = parts.sum(0)[:, None]
     return QuantizationSums(underflows.long(), overflows.long(), *others)

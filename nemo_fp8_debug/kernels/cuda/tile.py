@@ -17,9 +17,9 @@ import torch
 from numba import uint32, uint64
 
 from ...numerics.formats import SCALE_ROUNDING, FloatFormat
-from ...numerics.histogram import infinity_bin
-from .launches import Kernel, compile_device_function, cuda
-from .sums import fold, round_to_code, store_thread_sums
+from ...numerics.histogram import find_infinity_bin
+from .launches import CudaKernel, compile_device_function, cuda
+from .sums import fold_thread_sums, round_to_code, store_thread_sums
 
 #: number of binary digits in a float32's mantissa
 _DIGITS = 23
@@ -44,7 +44,7 @@ class PatternLayout(NamedTuple):
         kind = torch.finfo(dtype)
         digits, bias = -int(math.log2(kind.eps)), 1 - int(math.log2(kind.tiny))
         return cls(
-            np.uint32(infinity_bin(dtype)),
+            np.uint32(find_infinity_bin(dtype)),
             np.uint32(_DIGITS - digits),
             np.float32(2.0 ** (127 - bias)),
         )
@@ -217,7 +217,7 @@ def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
     store_thread_sums(mine, room, thread, threads)
     while half:
         cuda.syncthreads()
-        fold(len(mine), room, thread, half, threads)
+        fold_thread_sums(len(mine), room, thread, half, threads)
         half >>= 1
     if thread == 0:
         for i in range(len(mine)):
@@ -272,10 +272,10 @@ def _add_tile(
 def compile_sum_kernel(kind: PatternLayout, threads: int) -> Any:
     """Compile the kernel for one kind of values and a number of threads. As constants, these cost no instructions.
 
-    `blocks.launch` documents the kernel's arguments.
+    `blocks.launch_block_kernel` documents the kernel's arguments.
     """
 
-    @Kernel
+    @CudaKernel
     def sums(values: Any, words: Any, shape: Any, block: Any, scales: Any, scales_inv: Any, codes: Any, out: Any) -> None:
         tile = cuda.shared.array(_ROOM, uint64)
         amax = cuda.shared.array(_BLOCKS, uint32)

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...capture.backends.base import Args, Kwargs
 from ...capture.operator_mode import OperatorMode, is_dtensor_call
-from ...core.error_guard import leave_modes, restore_modes
+from ...core.error_guard import leave_dispatch_modes, restore_dispatch_modes
 
 #: number of rows of each head, spread over the sequence. The last row is included, because it attends to the most keys
 ROWS = 16
@@ -53,7 +53,7 @@ class AttentionWatcher(OperatorMode):
         return func(*args, **kwargs)
 
     def _look(self, logits: Callable[[], torch.Tensor | None]) -> None:
-        modes = leave_modes()
+        modes = leave_dispatch_modes()
         try:
             if (found := logits()) is not None:
                 self.seen = True
@@ -61,7 +61,7 @@ class AttentionWatcher(OperatorMode):
         except Exception as error:
             self.failed = error
         finally:
-            restore_modes(modes)
+            restore_dispatch_modes(modes)
 
 
 def of_scores(scores: Any, dim: int) -> torch.Tensor | None:
@@ -87,7 +87,7 @@ def of_operator(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     return logits_of(q, k, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, bool(causal), mask)
 
 
-def compute_module_logits(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
+def compute_attention_logits(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Return logits of an attention module of Megatron or Transformer Engine.
 
     Raises:

@@ -15,13 +15,13 @@ from torch import nn
 from ...capture.attention import is_attention
 from ...capture.backends import parallel
 from ...capture.backends.base import Args, Kwargs
-from ...capture.dispatcher import Dispatcher, Pass
+from ...capture.dispatcher import EventDispatcher, ForwardPass
 from ...capture.gemms import Gemm
-from ...capture.operands import MEASURED, NO_GEMM, Operand
-from ...capture.scan import ScannedModule, list_inner_modules
+from ...capture.operands import MEASURED, NO_GEMM, OperandAccumulator
+from ...capture.scan import ScannedModule, list_inner_module_ids
 from ...core.error_guard import Fault, OperandGuard
 from ...core.keys import ACTIVATIONS, Key
-from .attention_logits import AttentionWatcher, compute_module_logits, sum_attention_entropies, zero_masked_logits
+from .attention_logits import AttentionWatcher, compute_attention_logits, sum_attention_entropies, zero_masked_logits
 from .norms import find_norm_input, find_norm_output, list_norm_roles, sum_channel_squares
 from .routers import Router, RouterWatcher, find_routers, sum_expert_loads, sum_router_entropies
 
@@ -30,7 +30,7 @@ _OF_HEADS = re.compile(r"(^|\.)[qk]_?(layer)?_?norm\Z")
 
 
 @dataclass(frozen=True)
-class Site:
+class ObservedActivation:
     """A module whose activations are observed."""
 
     gemm: Gemm
@@ -38,16 +38,16 @@ class Site:
     router: Router | None = None
 
     @property
-    def is_copied(self) -> bool:
+    def is_duplicate(self) -> bool:
         """True if another rank counts the activations of this module."""
         if "attention_logits" in self.roles or _OF_HEADS.search(self.gemm.name):
             return False
-        return bool(parallel.is_duplicate(self.gemm.module, "input"))
+        return bool(parallel.is_duplicate_operand(self.gemm.module, "input"))
 
 
-def find_activation_sites(
+def find_observed_activations(
     scanned: Sequence[ScannedModule], kinds: Collection[str], scores: Collection[int]
-) -> tuple[list[Site], list[str]]:
+) -> tuple[list[ObservedActivation], list[str]]:
     """Return the modules whose activations to observe, and the names of such modules inside torch.compile.
 
     Args:
@@ -56,15 +56,15 @@ def find_activation_sites(
     """
     roles = {role for kind in kinds for role in ACTIVATIONS[kind]}
     left_out = {id(one.module) for one in scanned if one.compiled}
-    sites: list[Site] = []
+    sites: list[ObservedActivation] = []
     compiled: list[str] = []
     for _, of_root in groupby(scanned, key=lambda one: id(one.root)):
         for one, found, router in _found(list(of_root), scores):
             mine = [role for role in found if role in roles]
             if mine and id(one.module) in left_out:
-                compiled.append(one.name)
+                compiled.append(one.global_name)
             elif mine:
-                sites.append(Site(Gemm(one.name, one.module, NO_GEMM), mine, router))
+                sites.append(ObservedActivation(Gemm(one.global_name, one.module, NO_GEMM), mine, router))
     return sites, compiled
 
 
@@ -73,7 +73,7 @@ def _found(
 ) -> Iterator[tuple[ScannedModule, Sequence[str], Router | None]]:
     for one, router in find_routers(scanned):
         yield one, ("router_logits",), router
-    inner = {key for one in scanned if is_attention(one.module) for key in list_inner_modules(one.module)}
+    inner = {key for one in scanned if is_attention(one.module) for key in list_inner_module_ids(one.module)}
     for one in scanned:
         if id(one.module) in inner:
             continue
@@ -85,15 +85,19 @@ def _found(
 
 _LOGITS = ("router_logits",)
 _NO_LOGITS = "no torch operator received them"
-_Begin = Callable[[Pass, Args, Kwargs], None]
-_End = Callable[[Pass, Args, Kwargs, Any], None]
+_Begin = Callable[[ForwardPass, Args, Kwargs], None]
+_End = Callable[[ForwardPass, Args, Kwargs, Any], None]
 
 
 class ActivationCapture:
     """Observes activations, in the forward calls in which operands are measured too."""
 
     def __init__(
-        self, sites: Sequence[Site], operands: Mapping[Key, Operand], on_fault: Fault, dispatcher: Dispatcher
+        self,
+        sites: Sequence[ObservedActivation],
+        operands: Mapping[Key, OperandAccumulator],
+        on_fault: Fault,
+        dispatcher: EventDispatcher,
     ) -> None:
         """
         Args:
@@ -125,11 +129,11 @@ class ActivationCapture:
             end: called after the forward has returned.
         """
 
-        def entered(call: Pass, args: Args, kwargs: Kwargs) -> None:
+        def entered(call: ForwardPass, args: Args, kwargs: Kwargs) -> None:
             if call.counts:
                 begin(call, args, kwargs)
 
-        def left(call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+        def left(call: ForwardPass, args: Args, kwargs: Kwargs, out: Any) -> None:
             if call.counts:
                 with OperandGuard(self._on_fault, name, roles[-1], True):
                     end(call, args, kwargs, out)
@@ -142,32 +146,32 @@ class ActivationCapture:
         operand = self._operands.get((name, role))
         if operand is not None:
             calls = operand.calls
-            operand.add(x if x.dtype in MEASURED else x.float(), order)
+            operand.add_tensor(x if x.dtype in MEASURED else x.float(), order)
             if operand.calls > calls:  # otherwise another rank counts the tensor
                 operand.add_call_sums(further)
 
-    def _before_norm(self, name: str, counted: Pass, args: Args, kwargs: Kwargs) -> None:
+    def _before_norm(self, name: str, counted: ForwardPass, args: Args, kwargs: Kwargs) -> None:
         x = find_norm_input(args, kwargs).detach()
         self._add(name, "norm_input", x, counted.order, sum_channel_squares(x))
 
-    def _after_norm(self, name: str, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+    def _after_norm(self, name: str, counted: ForwardPass, args: Args, kwargs: Kwargs, out: Any) -> None:
         if (name, "norm_output") in self._operands:
             y = find_norm_output(out, find_norm_input(args, kwargs)).detach()
             self._add(name, "norm_output", y, next(self._dispatcher.order), sum_channel_squares(y))
 
-    def _read_arguments(self, name: str, module: nn.Module, counted: Pass, args: Args, kwargs: Kwargs) -> None:
-        self._add_attention(name, counted, compute_module_logits(module, args, kwargs))
+    def _read_arguments(self, name: str, module: nn.Module, counted: ForwardPass, args: Args, kwargs: Kwargs) -> None:
+        self._add_attention(name, counted, compute_attention_logits(module, args, kwargs))
 
-    def _watch_scores(self, name: str, counted: Pass, args: Args, kwargs: Kwargs) -> None:
+    def _watch_scores(self, name: str, counted: ForwardPass, args: Args, kwargs: Kwargs) -> None:
         counted.kept = AttentionWatcher(partial(self._add_attention, name, counted))
-        counted.watch(counted.kept)
+        counted.enter_mode(counted.kept)
 
-    def _end_scores(self, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+    def _end_scores(self, counted: ForwardPass, args: Args, kwargs: Kwargs, out: Any) -> None:
         mode = counted.kept
         if isinstance(mode, AttentionWatcher) and (mode.failed or not mode.seen):
             raise mode.failed or LookupError(_NO_LOGITS)
 
-    def _add_attention(self, name: str, counted: Pass, logits: torch.Tensor) -> None:
+    def _add_attention(self, name: str, counted: ForwardPass, logits: torch.Tensor) -> None:
         logits = logits.detach()
         self._add(name, "attention_logits", zero_masked_logits(logits), counted.order, sum_attention_entropies(logits))
 
@@ -177,20 +181,20 @@ class ActivationCapture:
         if router.module is not router.chooser:
             self._watch(router.module, name, _LOGITS, _nothing, partial(self._take_logits, name, router))
 
-    def _watch_choice(self, name: str, router: Router, counted: Pass, args: Args, kwargs: Kwargs) -> None:
+    def _watch_choice(self, name: str, router: Router, counted: ForwardPass, args: Args, kwargs: Kwargs) -> None:
         inside = router.module is router.chooser
         logits = partial(self._add_logits, name, router, counted) if inside else None
         counted.kept = RouterWatcher(router.experts, logits, ends=not inside)
-        counted.watch(counted.kept)
+        counted.enter_mode(counted.kept)
 
-    def _take_logits(self, name: str, router: Router, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+    def _take_logits(self, name: str, router: Router, counted: ForwardPass, args: Args, kwargs: Kwargs, out: Any) -> None:
         self._add_logits(name, router, counted, out[0] if isinstance(out, tuple) else out)
 
-    def _add_logits(self, name: str, router: Router, counted: Pass, logits: torch.Tensor) -> None:
+    def _add_logits(self, name: str, router: Router, counted: ForwardPass, logits: torch.Tensor) -> None:
         logits = logits.detach()
         self._add(name, "router_logits", logits, counted.order, sum_router_entropies(router.experts, logits))
 
-    def _end_choice(self, name: str, router: Router, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+    def _end_choice(self, name: str, router: Router, counted: ForwardPass, args: Args, kwargs: Kwargs, out: Any) -> None:
         mode, operand = counted.kept, self._operands.get((name, *_LOGITS))
         if operand is None or not isinstance(mode, RouterWatcher):
             return

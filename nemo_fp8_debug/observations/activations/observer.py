@@ -10,21 +10,21 @@ import torch
 
 from ...capture.backends.base import make_unquantized_cast
 from ...capture.operand_stats import OperandStats
-from ...capture.operands import Operand, UncastOperand
+from ...capture.operands import OperandAccumulator, UncastAccumulator
 from ...capture.scan import ScannedModule, scan_modules
-from ...capture.tensors import is_counted_here, is_never_counted
-from ...capture.tracing import find_compiled_by_now
+from ...capture.tensors import is_counted_here, never_count_here
+from ...capture.tracing import find_compiled_modules
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ACTIVATIONS, Key
-from ...core.layer_names import compile_patterns
+from ...core.layer_names import compile_layer_patterns
 from ...core.observation import CombinedObservations
 from ...core.table import Columns
-from ...coverage.modules import find_score_modules
-from ...monitor.model_scan import FoundModules
+from ...coverage.modules import find_attention_score_modules
+from ...monitor.model_scan import FeatureModules
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from ...options.config import Config
-from ..operands.tensors import TensorObservation, append_what_if_rows, put_in_use_first
-from .capture import ActivationCapture, Site, find_activation_sites
+from ..operands.tensors import TensorObservation, append_what_if_rows, sort_in_use_rows_first
+from .capture import ActivationCapture, ObservedActivation, find_observed_activations
 from .table import COUNTS, METRICS, TABLES
 
 
@@ -119,11 +119,11 @@ def _ratio(a: float, b: float) -> float | None:
 NAME = "activations"
 
 
-def find_modules(scanned: Sequence[ScannedModule], config: Config, errors: ErrorGuard) -> FoundModules:
-    """Return the modules whose activations to observe, as `Site`. Warn about modules that are left out."""
+def find_observed_modules(scanned: Sequence[ScannedModule], config: Config, errors: ErrorGuard) -> FeatureModules:
+    """Return the modules whose activations to observe, as `ObservedActivation`. Warn about modules that are left out."""
     if not config.activations:
-        return FoundModules()
-    sites, compiled = find_activation_sites(scanned, config.activations, find_score_modules(scanned))
+        return FeatureModules()
+    sites, compiled = find_observed_activations(scanned, config.activations, find_attention_score_modules(scanned))
     if compiled:
         errors.warn(
             f"the activations of {len(compiled)} modules (first {compiled[0]}) are not observed: they run inside "
@@ -133,7 +133,7 @@ def find_modules(scanned: Sequence[ScannedModule], config: Config, errors: Error
     for kind in config.activations:
         if not compiled and not roles & {*ACTIVATIONS[kind]}:
             errors.warn(f"activations includes {kind!r}, but the model has no supported module of this kind")
-    return FoundModules(sites, {(site.gemm.name, role): site.gemm.kind for site in sites for role in site.roles})
+    return FeatureModules(sites, {(site.gemm.name, role): site.gemm.kind for site in sites for role in site.roles})
 
 
 def make_observation(setup: RunSetup) -> ActivationObservation | None:
@@ -145,13 +145,13 @@ class ActivationStep(StepObserver):
     """The observer of activations in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
-        found: Sequence[Site] = step.watched.model.features[NAME].modules
-        chosen, compiled = compile_patterns(step.config.layers), _compiled(found)
+        found: Sequence[ObservedActivation] = step.watched.model.features[NAME].modules
+        chosen, compiled = compile_layer_patterns(step.config.layers), _compiled(found)
         self._sites = [s for s in found if chosen(s.gemm.name) and id(s.gemm.module) not in compiled]
         counts, what_if = partial(is_counted_here, rank=step.watched.rank, first=None), step.config.what_if_recipes
-        self._operands: dict[Key, Operand] = {
-            (site.gemm.name, role): UncastOperand(
-                site.gemm, role, make_unquantized_cast(role), what_if, is_never_counted if site.is_copied else counts
+        self._operands: dict[Key, OperandAccumulator] = {
+            (site.gemm.name, role): UncastAccumulator(
+                site.gemm, role, make_unquantized_cast(role), what_if, never_count_here if site.is_duplicate else counts
             )
             for site in self._sites
             for role in site.roles
@@ -164,8 +164,8 @@ class ActivationStep(StepObserver):
             ActivationCapture(self._sites, self._operands, step.lose, step.dispatcher).subscribe()
 
 
-def _compiled(found: Sequence[Site]) -> Collection[int]:
-    return find_compiled_by_now(scan_modules(site.gemm.module for site in found))
+def _compiled(found: Sequence[ObservedActivation]) -> Collection[int]:
+    return find_compiled_modules(scan_modules(site.gemm.module for site in found))
 
 
 class ActivationObservation(TensorObservation):
@@ -179,12 +179,12 @@ class ActivationObservation(TensorObservation):
         super().__init__({key: kind for key, kind in kinds.items() if key[1] in self.roles}, setup.ranks)
 
     def start_observer(self, step: OpenStep) -> ActivationStep:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return ActivationStep(step)
 
-    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
-        """See `Observation`."""
-        found = self.measure(sampled)
+    def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
+        """See `FeatureObservation`."""
+        found = self.measure_tensors(sampled)
         if not found.metrics["layer"]:
             return {}
         keys = list(zip(found.metrics["layer"], found.metrics["role"], strict=True))
@@ -192,7 +192,7 @@ class ActivationObservation(TensorObservation):
         activations, histograms = (table.name for table in TABLES)
         return {activations: append_what_if_rows(found.metrics, found.what_if, own), histograms: found.histograms}
 
-    def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
+    def finish_tables(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
         """Return the rows of all pipeline stages: first all rows in use, then all rows under other recipes."""
         name = TABLES[0].name
-        return {name: put_in_use_first(tables[name])} if tables.get(name) else {}
+        return {name: sort_in_use_rows_first(tables[name])} if tables.get(name) else {}

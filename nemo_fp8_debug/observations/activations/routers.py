@@ -18,8 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.operator_mode import OperatorMode, is_dtensor_call
-from ...capture.scan import ScannedModule, list_inner_modules
-from ...core.error_guard import leave_modes, restore_modes
+from ...capture.scan import ScannedModule, list_inner_module_ids
+from ...core.error_guard import leave_dispatch_modes, restore_dispatch_modes
 
 _ROUTER = re.compile(r"(Router|MoE\w*Gate|TopKGate)\Z")
 #: attributes of a module or its configuration with the number of experts
@@ -48,7 +48,7 @@ def find_routers(scanned: Iterable[ScannedModule]) -> Iterator[tuple[ScannedModu
         module = one.module
         experts = _own_experts(module)
         if experts is not None and id(module) not in found:
-            found |= {id(module), *list_inner_modules(module)}
+            found |= {id(module), *list_inner_module_ids(module)}
             yield one, Router(module, module, experts)
         for name in _GATES if experts is None else ():
             gate = module._modules.get(name)
@@ -120,14 +120,14 @@ class RouterWatcher(OperatorMode):
 
     def _give(self, logits: torch.Tensor) -> None:
         give, self._logits = self._logits, None
-        modes = leave_modes()
+        modes = leave_dispatch_modes()
         try:
             if give is not None:
                 give(logits)
         except Exception as error:
             self.failed = error
         finally:
-            restore_modes(modes)
+            restore_dispatch_modes(modes)
 
 
 def sum_router_entropies(experts: int, logits: torch.Tensor) -> torch.Tensor:

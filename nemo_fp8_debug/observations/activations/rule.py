@@ -10,9 +10,9 @@ import polars as pl
 
 from ...analysis import thresholds
 from ...analysis.diagnosis.courses import LayerTimeline, build_layer_timelines
-from ...analysis.diagnosis.facts import Facts, Records, define_fact, subtract_baseline_tensors
+from ...analysis.diagnosis.facts import DiagnosedRecords, Facts, define_fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
-from ...analysis.diagnosis.rule import rule
+from ...analysis.diagnosis.rule import register_rule
 from ...analysis.diagnosis.rules.nonfinite import FirstNonfinite, find_first_nonfinite_row
 from ...analysis.runs.metrics import IS_NONFINITE
 from ...analysis.runs.run import Run
@@ -47,7 +47,7 @@ class RouterCourse(NamedTuple):
 
 
 @define_fact
-def attention_logits(records: Records) -> list[AttentionCourse]:
+def attention_logits(records: DiagnosedRecords) -> list[AttentionCourse]:
     """Return the largest logits of each attention layer, sample by sample."""
     mine, theirs = _read_both(records, _LOGITS)
     found = []
@@ -59,7 +59,7 @@ def attention_logits(records: Records) -> list[AttentionCourse]:
 
 
 @define_fact
-def router_loads(records: Records) -> list[RouterCourse]:
+def router_loads(records: DiagnosedRecords) -> list[RouterCourse]:
     """Return how each router spreads its tokens, sample by sample."""
     mine, theirs = _read_both(records, _ROUTER)
     if mine is None:
@@ -79,7 +79,7 @@ def router_loads(records: Records) -> list[RouterCourse]:
     return found
 
 
-def _read_both(records: Records, role: str) -> tuple[pl.DataFrame | None, pl.DataFrame | None]:
+def _read_both(records: DiagnosedRecords, role: str) -> tuple[pl.DataFrame | None, pl.DataFrame | None]:
     """Return the rows of a role in the run and in the baseline. Return None for both if either record has no rows."""
     mine, theirs = (None if each is None else _read(each) for each in (records.run, records.baseline))
     assert mine is not None
@@ -90,11 +90,11 @@ def _read_both(records: Records, role: str) -> tuple[pl.DataFrame | None, pl.Dat
 
 def _read(run: Run) -> pl.DataFrame:
     table = TABLES[0]
-    rows = run.table(table.name).filter(pl.col("scale_source") != "what-if", pl.col("role").is_in(list(table.roles)))
+    rows = run.read_table(table.name).filter(pl.col("scale_source") != "what-if", pl.col("role").is_in(list(table.roles)))
     return rows.filter(~pl.col("step").is_in(run.loss_scale_skips.implode()))
 
 
-@rule("attention", ("attention_logits",), (attention_logits,))
+@register_rule("attention", ("attention_logits",), (attention_logits,))
 def find_attention(facts: Facts) -> Iterator[Finding]:
     """Name the first attention layer whose logits explode.
 
@@ -104,7 +104,7 @@ def find_attention(facts: Facts) -> Iterator[Finding]:
     for each in attention_logits(facts):
         course = each.course
         out = (course.values > thresholds.TIMES_USUAL * course.usual.max()) & (course.values > thresholds.LOGIT)
-        if (first := course.since(out)) is not None:
+        if (first := course.find_lasting_exit(out)) is not None:
             found.append((int(course.steps[course.find_rise_start(first)]), first, each))
     if not found:
         return
@@ -122,7 +122,7 @@ def find_attention(facts: Facts) -> Iterator[Finding]:
     yield Finding("attention", "attention_logits", "clear", evidence, course.layer, _LOGITS, since, "", True)
 
 
-@rule("router", ("router_collapse", "dead_experts"), (router_loads,))
+@register_rule("router", ("router_collapse", "dead_experts"), (router_loads,))
 def find_router_faults(facts: Facts) -> Iterator[Finding]:
     """Name routers that give one expert nearly all tokens, and experts that no longer get any tokens.
 
@@ -132,7 +132,7 @@ def find_router_faults(facts: Facts) -> Iterator[Finding]:
     for each in router_loads(facts):
         course = each.course
         if course is not None and course.usual.max() <= thresholds.UNEVEN:
-            first = course.since(course.values >= thresholds.COLLAPSED)
+            first = course.find_lasting_exit(course.values >= thresholds.COLLAPSED)
             if first is not None:
                 collapsed.append((int(course.steps[course.find_rise_start(first)]), int(course.steps[first]), each))
         dead += [(int(each.steps[first]), each.layer, expert) for first, expert in _find_silent(each.loads, each.usual)]

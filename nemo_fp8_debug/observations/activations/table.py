@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from ...core.keys import ACTIVATIONS
-from ...core.table import Metric, Table, cast_columns
+from ...core.table import MetricDisplay, Table, declare_columns
 from ..operands.table import HISTOGRAMS, TENSORS
 
 #: metrics that a histogram cannot give
 METRICS = {
-    "channel_ratio": Metric("largest / median channel", scale="log"),
-    "entropy": Metric("entropy of weights", "nats", worse=-1),
-    "sink_pct": Metric("weight of the first key", "%"),
-    "load_ratio": Metric("largest / mean load of experts", scale="log"),
-    "idle_experts": Metric("experts without a token", "experts"),
-    "dropped_pct": Metric("dropped tokens", "%"),
+    "channel_ratio": MetricDisplay("largest / median channel", scale="log"),
+    "entropy": MetricDisplay("entropy of weights", "nats", worse=-1),
+    "sink_pct": MetricDisplay("weight of the first key", "%"),
+    "load_ratio": MetricDisplay("largest / mean load of experts", scale="log"),
+    "idle_experts": MetricDisplay("experts without a token", "experts"),
+    "dropped_pct": MetricDisplay("dropped tokens", "%"),
 }
 #: other columns that only activations have
 COUNTS = ("rows", "channel")
-_COLUMNS = {**TENSORS, **cast_columns("float64", *COUNTS, *METRICS), "loads": "list[int64]"}
+_COLUMNS = {**TENSORS, **declare_columns("float64", *COUNTS, *METRICS), "loads": "list[int64]"}
 _ROLES = tuple(role for roles in ACTIVATIONS.values() for role in roles)
 
 TABLES = (

@@ -11,7 +11,7 @@ from ...analysis.comparison.drift import ROOT_MEAN_SQUARE, TAIL
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS
 from ...core.text import format_number
-from ...numerics.metric_names import name_metric
+from ...numerics.metric_names import label_metric
 from .table import TABLES
 
 #: name in JSON, title of the table, and its columns after layer and tensor
@@ -53,11 +53,11 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 
 def _values(run: Run) -> pl.DataFrame:
     """Return rows of step, layer, role, metric and value."""
-    rows = run.table(NAME).filter(pl.col("scale_source") != "what-if").with_columns(size=ROOT_MEAN_SQUARE)
+    rows = run.read_table(NAME).filter(pl.col("scale_source") != "what-if").with_columns(size=ROOT_MEAN_SQUARE)
     return rows.unpivot(_METRICS, index=["step", *_KEY], variable_name="metric").drop_nulls("value")
 
 
-def show_row(row: Mapping[str, Any]) -> Iterator[str]:
+def format_comparison_cells(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the cells that follow layer and tensor in a row of `compare_runs`."""
-    yield name_metric(row["metric"])
+    yield label_metric(row["metric"])
     yield from (format_number(row[name]) for name in ("baseline", "run", "ratio_log2"))

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from ...capture.device_to_host import Move
-from ...capture.operands import Operand
+from ...capture.operands import OperandAccumulator
 from ...capture.tensors import take_local_part
 from ...capture.weight_gradients import WatchedWeight, WeightGradient
 from ...core.keys import Key
-from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
+from ...core.observation import AgreedSampleSettings, Arrays, CombinedObservations, FeatureObservation, Lanes
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver
 from .table import TABLES
@@ -47,7 +47,7 @@ class GradientSizes:
     def __init__(self) -> None:
         self._found: dict[str, tuple[_Batch, int, int]] = {}
 
-    def measure(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def measure_gradients(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Measure tensors, replacing earlier measurements, without host synchronization on a device."""
         groups = defaultdict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]](list)
         for name, x in tensors:
@@ -56,11 +56,11 @@ class GradientSizes:
             batch = _measure([x for _, x in members])
             self._found |= {name: (batch, i, x.numel()) for i, (name, x) in enumerate(members)}
 
-    def forget(self, name: str) -> None:
+    def drop_gradient(self, name: str) -> None:
         """Forget a gradient that is not complete."""
         self._found.pop(name, None)
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by the result of `to`."""
         for batch in {id(batch): batch for batch, _, _ in self._found.values()}.values():
             batch.norms, batch.nonzero, batch.nonfinite = to(batch.norms), to(batch.nonzero), to(batch.nonfinite)
@@ -114,46 +114,46 @@ class GradientStep(StepObserver):
 
     def __init__(self, step: OpenStep) -> None:
         self._sizes = GradientSizes()
-        weights = step.gradients.watch(self._see)
+        weights = step.gradients.add_watcher(self._see)
         self._weights: Mapping[str, WatchedWeight] = {one.names[0]: one for one in weights}
 
     def _see(self, found: Sequence[WeightGradient]) -> None:
         counted = list[tuple[str, torch.Tensor]]()
         for names, x in found:
             if x is None:
-                self._sizes.forget(names[0])
-            elif self._weights[names[0]].is_counted(x):
+                self._sizes.drop_gradient(names[0])
+            elif self._weights[names[0]].counts_gradient(x):
                 counted.append((names[0], take_local_part(x).detach()))
-        self._sizes.measure(counted)
+        self._sizes.measure_gradients(counted)
 
-    def move(self, to: Move) -> None:
+    def move_tensors(self, to: Move) -> None:
         """See `StepObserver`."""
-        self._sizes.move(to)
+        self._sizes.move_tensors(to)
 
     def collect_rank_gradients(self) -> GradientsOfRank:
         """Return what this rank counted."""
         sizes = self._sizes.read_sizes_by_name()
-        return GradientsOfRank({name for name, one in self._weights.items() if name in sizes or one.is_due}, sizes)
+        return GradientsOfRank({name for name, one in self._weights.items() if name in sizes or one.expects_gradient}, sizes)
 
 
-class GradientObservation(Observation):
+class GradientObservation(FeatureObservation):
     """Sizes of gradients, summed over ranks. A gradient with a missing part has no row."""
 
     name = "gradients"
 
     def __init__(self, setup: RunSetup) -> None:
-        self._names = setup.gemms
+        self._names = setup.gemm_names
 
     def start_observer(self, step: OpenStep) -> GradientStep:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return GradientStep(step)
 
-    def collect(self, mine: GradientStep | None, operands: Sequence[Operand]) -> GradientsOfRank:
-        """See `Observation`."""
+    def collect_results(self, mine: GradientStep | None, operands: Sequence[OperandAccumulator]) -> GradientsOfRank:
+        """See `FeatureObservation`."""
         return mine.collect_rank_gradients() if mine else GradientsOfRank()
 
-    def pack(self, plan: SamplePlan, found: GradientsOfRank | None, expected: Collection[Key]) -> Arrays:
-        """See `Observation`."""
+    def pack_results(self, plan: AgreedSampleSettings, found: GradientsOfRank | None, expected: Collection[Key]) -> Arrays:
+        """See `FeatureObservation`."""
         found = found or GradientsOfRank()
         rows = np.zeros((len(self._names), len(_COLUMNS)))
         for row, name in zip(rows, self._names, strict=True):
@@ -162,21 +162,23 @@ class GradientObservation(Observation):
                 row[1:] = 1, size.squares, size.zeros, size.nonfinite, size.elements
         return {"rows": rows}
 
-    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """See `Observation`."""
+    def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+        """See `FeatureObservation`."""
         return {_LANE: torch.tensor(packed["rows"]).flatten()}
 
-    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Mapping[str, tuple[float, ...]]:
+    def combine_all_ranks(
+        self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor
+    ) -> Mapping[str, tuple[float, ...]]:
         """Return the sums of each complete gradient."""
         rows = zip(self._names, sums[_LANE].view(-1, len(_COLUMNS)).tolist(), strict=True)
         return {name: tuple(row[1:]) for name, row in rows if row[1] and row[1] == row[0]}
 
     def compute_single_rank_result(self, found: GradientsOfRank) -> Mapping[str, tuple[float, ...]]:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return {name: (1, s.squares, s.zeros, s.nonfinite, s.elements) for name, s in found.sizes.items()}
 
-    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
-        """See `Observation`."""
+    def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
+        """See `FeatureObservation`."""
         found: Mapping[str, tuple[float, ...]] = sampled.whole[self.name]
         layers = [name for name in self._names if name in found]
         if not layers:

@@ -9,14 +9,14 @@ import numpy as np
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.facts import Facts, Records, define_fact, subtract_baseline_tensors
+from ...analysis.diagnosis.facts import DiagnosedRecords, Facts, define_fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
-from ...analysis.diagnosis.rule import rule
+from ...analysis.diagnosis.rule import register_rule
 from ...analysis.diagnosis.rules.nonfinite import WEIGHT_GRADIENT, FirstNonfinite
-from ...analysis.diagnosis.rules.operands import has_lost_most, suspects
+from ...analysis.diagnosis.rules.operands import loses_most_values, suspects
 from ...analysis.diagnosis.rules.values import zero_tensors
 from ...analysis.runs.run import Run
-from ...core.layer_names import name_aggregate
+from ...core.layer_names import find_expert_aggregate
 from ...core.text import format_number
 
 _ROLE = "weight_gradient"
@@ -30,7 +30,7 @@ class ZeroGradient(NamedTuple):
 
 
 @define_fact
-def zero_gradients(records: Records) -> list[ZeroGradient]:
+def zero_gradients(records: DiagnosedRecords) -> list[ZeroGradient]:
     """Return weights whose gradient is zero from a step on, but not in the baseline, in the order of the record."""
     rows = _read(records.run)
     if rows.is_empty():
@@ -47,7 +47,7 @@ def zero_gradients(records: Records) -> list[ZeroGradient]:
     return [ZeroGradient(*row) for row in found.select("layer", "since").iter_rows()]
 
 
-@rule("zero weight gradient", ("dead",), (zero_gradients, zero_tensors, suspects))
+@register_rule("zero weight gradient", ("dead",), (zero_gradients, zero_tensors, suspects))
 def find_zero_gradients(facts: Facts) -> Iterator[Finding]:
     """Name the first weights that no longer get a gradient, although dY and X of their GEMMs have values.
 
@@ -56,9 +56,11 @@ def find_zero_gradients(facts: Facts) -> Iterator[Finding]:
     Example: a buffer is not reduced, so from step 80 on dW of layers.2.qkv is zero.
     """
     explained = {each.layer for each in zero_tensors(facts)} | {
-        each.layer for each in suspects(facts) if has_lost_most(each)
+        each.layer for each in suspects(facts) if loses_most_values(each)
     }
-    found = [each for each in zero_gradients(facts) if each.layer not in explained and name_aggregate(each.layer) is None]
+    found = [
+        each for each in zero_gradients(facts) if each.layer not in explained and find_expert_aggregate(each.layer) is None
+    ]
     if not found:
         return
     since = min(each.since for each in found)
@@ -90,7 +92,7 @@ class GradientRatio(NamedTuple):
 
 
 @define_fact
-def first_gradients(records: Records) -> list[GradientRatio]:
+def first_gradients(records: DiagnosedRecords) -> list[GradientRatio]:
     """Return sizes of weight gradients in the first sample, compared with the baseline.
 
     Return an empty list if the two runs begin at different steps.
@@ -109,13 +111,13 @@ def first_gradients(records: Records) -> list[GradientRatio]:
 
 
 @define_fact
-def same_recipes(records: Records) -> bool:
+def same_recipes(records: DiagnosedRecords) -> bool:
     """Return True if run and baseline use the same recipes."""
     runs = [each for each in (records.run, records.baseline) if each is not None]
-    return len({frozenset(each.metrics.unique("recipe")) for each in runs}) == 1
+    return len({frozenset(each.metrics.list_distinct_values("recipe")) for each in runs}) == 1
 
 
-@rule("first step", ("multiplier", "software"), (first_gradients, same_recipes, suspects))
+@register_rule("first step", ("multiplier", "software"), (first_gradients, same_recipes, suspects))
 def find_first_step(facts: Facts) -> Iterator[Finding]:
     """Name weight gradients that differ from the baseline in the first step, although the losses agree.
 
@@ -127,7 +129,7 @@ def find_first_step(facts: Facts) -> Iterator[Finding]:
     if (
         baseline is None
         or not sizes
-        or not facts.same_batches
+        or not facts.has_same_batches
         or not same_recipes(facts)
         or not len(run.losses)
         or not len(baseline.losses)
@@ -185,5 +187,5 @@ def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
 
 
 def _read(run: Run) -> pl.DataFrame:
-    rows = run.table("gradients")
+    rows = run.read_table("gradients")
     return rows.filter(~pl.col("step").is_in(run.loss_scale_skips.implode())).sort("step", maintain_order=True)

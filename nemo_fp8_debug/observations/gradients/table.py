@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...core.table import SAMPLE, Metric, Table, cast_columns
+from ...core.table import SAMPLE, MetricDisplay, Table, declare_columns
 
 METRICS = {
-    "norm": Metric("norm of dW", scale="log"),
-    "weight_norm": Metric("norm of W", scale="log"),
+    "norm": MetricDisplay("norm of dW", scale="log"),
+    "weight_norm": MetricDisplay("norm of W", scale="log"),
 }
 
 TABLES = (
@@ -14,10 +14,10 @@ TABLES = (
         "gradients",
         {
             **SAMPLE,
-            **cast_columns("float64", "consumed_samples"),
-            **cast_columns("string", "layer", "gemm"),
-            **cast_columns("float64", *METRICS),
-            **cast_columns("int64", "zeros", "nonfinite", "elements", "ranks"),
+            **declare_columns("float64", "consumed_samples"),
+            **declare_columns("string", "layer", "gemm"),
+            **declare_columns("float64", *METRICS),
+            **declare_columns("int64", "zeros", "nonfinite", "elements", "ranks"),
         },
     ),
 )

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...capture.operand_stats import OperandStats, add_up_stats
-from ...core.layer_names import is_aggregate, name_aggregate
+from ...capture.operand_stats import OperandStats, merge_operand_stats
+from ...core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ...core.table import concat_columns
 from ...kernels.cpu.histograms import Histograms
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.expert_groups import ExpertAggregates
 from ...numerics.formats import FORMATS, FloatFormat
 from ...numerics.metric_columns import make_block_scale_columns, make_metric_columns
-from ...numerics.metrics import Moments, QuantizationSums
+from ...numerics.metrics import QuantizationSums, ValueMoments
 from ...numerics.tensor_scaling import CurrentScaling
 
 Rows = dict[str, list[Any]]
@@ -61,12 +61,14 @@ def measure_tensors(
     aggregates = ExpertAggregates.group_experts(
         [s.key for s in stats], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in stats]
     )
-    aggregated = [add_up_stats(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
+    aggregated = [merge_operand_stats(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
     totals = Histograms([s.histogram for s in stats])
     moments = _moments(stats, totals)
     if aggregated:
-        moments = Moments.concat([moments, _moments(aggregated, Histograms([s.histogram for s in aggregated]))])
-    experts = Counter(aggregate for name in {*names, *(s.key[0] for s in stats)} if (aggregate := name_aggregate(name)))
+        moments = ValueMoments.concat([moments, _moments(aggregated, Histograms([s.histogram for s in aggregated]))])
+    experts = Counter(
+        aggregate for name in {*names, *(s.key[0] for s in stats)} if (aggregate := find_expert_aggregate(name))
+    )
     operands = _Operands([*stats, *aggregated], aggregates, totals, moments, experts)
     scale, sums = _in_use(stats, operands)
     described: Rows = {
@@ -103,7 +105,7 @@ def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Rows:
     sums = QuantizationSums.concat([c for i in chosen if (c := stats[i].copy) is not None])
     scale = torch.full((len(chosen),), torch.nan)
     casts = [row.cast for row in operands.rows]
-    index, *_ = operands.aggregates.append_to(chosen, sums, scale, operands.moments.amax)
+    index, *_ = operands.aggregates.append_aggregate_rows(chosen, sums, scale, operands.moments.amax)
     columns = operands.columns(chosen, sums, scale, lambda rows: [FORMATS[casts[i].copy_format] for i in rows])
     return columns | {
         "product": [PRODUCT_OF_COPY[operands.rows[i].key[1]] for i in index],
@@ -117,7 +119,7 @@ def _block_scales(operands: _Operands) -> Rows:
     counted = [s for s in operands.rows if s.block_scales is not None]
     if not counted:
         return {}
-    rules: list[Any] = [s.cast.parsed.scaling for s in counted]
+    rules: list[Any] = [s.cast.parsed_recipe.scaling for s in counted]
     found = make_block_scale_columns(torch.stack([s.block_scales for s in counted if s.block_scales is not None]), rules)
     return operands.about(counted) | {
         "recipe": [s.cast.recipe for s in counted],
@@ -138,7 +140,7 @@ class _Operands:
     aggregates: ExpertAggregates
     #: histograms of operands only
     histograms: Histograms
-    moments: Moments
+    moments: ValueMoments
     #: number of experts by aggregate
     experts: Mapping[str, int]
 
@@ -156,7 +158,7 @@ class _Operands:
             scale: scales of the chosen operands, float32.
             formats: returns the formats of rows.
         """
-        index, sums, scale = self.aggregates.append_to(chosen, sums, scale, self.moments.amax)
+        index, sums, scale = self.aggregates.append_aggregate_rows(chosen, sums, scale, self.moments.amax)
         at = torch.tensor(index, dtype=torch.int64)
         shown = [self.rows[i] for i in index]
         return self.about(shown) | make_metric_columns(self.moments.rows(at), sums, scale, formats(index))
@@ -175,7 +177,7 @@ class _Operands:
         }
 
     def _experts(self, layer: str) -> int | None:
-        return self.experts[layer] if is_aggregate(layer) else 1 if name_aggregate(layer) else None
+        return self.experts[layer] if is_expert_aggregate(layer) else 1 if find_expert_aggregate(layer) else None
 
 
 def _in_use(stats: Sequence[OperandStats], operands: _Operands) -> tuple[torch.Tensor, QuantizationSums]:
@@ -185,7 +187,7 @@ def _in_use(stats: Sequence[OperandStats], operands: _Operands) -> tuple[torch.T
     amax = operands.moments.amax[: len(stats)].float()
     rules = [_rule(s) if s.scales is None else None for s in stats]
     for rule in set(filter(None, rules)):
-        scale = torch.where(torch.tensor([r == rule for r in rules]), rule.scale(amax, limits), scale)
+        scale = torch.where(torch.tensor([r == rule for r in rules]), rule.compute_scale(amax, limits), scale)
     rest = [i for i, s in enumerate(stats) if not s.sums]
     of_histograms = operands.histograms.select(rest).quantization_sums(
         scale[rest], [FORMATS[stats[i].cast.format] for i in rest]
@@ -201,23 +203,23 @@ def _order(places: Sequence[int]) -> torch.Tensor:
 
 def _rule(stat: OperandStats) -> CurrentScaling | None:
     """Return the rule that computes a scale from the amax of the whole tensor, or None."""
-    rule = stat.cast.parsed.scaling
+    rule = stat.cast.parsed_recipe.scaling
     if isinstance(rule, CurrentScaling):
         return rule
     return CurrentScaling() if stat.sums is None else None  # delayed scaling without a history yet
 
 
-def _moments(stats: Sequence[OperandStats], totals: Histograms) -> Moments:
+def _moments(stats: Sequence[OperandStats], totals: Histograms) -> ValueMoments:
     """Return each operand's moments, from its histogram or, if the histogram is rounded, as measured directly."""
-    of_histograms = totals.moments
+    of_histograms = totals.value_moments
     direct = {i: s.moments for i, s in enumerate(stats) if s.moments}
     rest = [i for i in range(len(stats)) if i not in direct]
-    rows = Moments.concat([of_histograms.rows(torch.tensor(rest, dtype=torch.int64)), *direct.values()])
+    rows = ValueMoments.concat([of_histograms.rows(torch.tensor(rest, dtype=torch.int64)), *direct.values()])
     return rows.rows(_order([*rest, *direct])).with_median(of_histograms.median)
 
 
 def _what_if(stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]) -> Rows:
-    by_histograms = _what_if_by_histograms(stats, operands, [o for o in others if not o.recipe.in_blocks])
+    by_histograms = _what_if_by_histograms(stats, operands, [o for o in others if not o.recipe.uses_block_scaling])
     return concat_columns([*by_histograms, *_what_if_directly(stats, operands, others)])
 
 
@@ -229,10 +231,10 @@ def _what_if_by_histograms(
         chosen = [i for i, s in enumerate(stats) if not s.moments and other.is_measured_role(s.key[1])]
         if chosen:
             keys, amax = [stats[i].key for i in chosen], operands.moments.amax[chosen].float()
-            scale = other.scales_for(keys, amax)
-            sums = operands.histograms.select(chosen).quantization_sums(scale, other.formats(keys))
+            scale = other.compute_scales(keys, amax)
+            sums = operands.histograms.select(chosen).quantization_sums(scale, other.list_formats(keys))
             tables.append(_table(other, operands, chosen, sums, scale))
-            other.observe(keys, amax)
+            other.update_amax_histories(keys, amax)
     return tables
 
 
@@ -242,7 +244,7 @@ def _what_if_directly(stats: Sequence[OperandStats], operands: _Operands, others
         name = other.recipe.name
         if chosen := [i for i, s in enumerate(stats) if name in s.what_if]:
             sums = QuantizationSums.concat([stats[i].what_if[name] for i in chosen])
-            scale = other.scales_for([stats[i].key for i in chosen], operands.moments.amax[chosen].float())
+            scale = other.compute_scales([stats[i].key for i in chosen], operands.moments.amax[chosen].float())
             tables.append(_table(other, operands, chosen, sums, scale))
     return tables
 
@@ -251,7 +253,7 @@ def _table(
     other: EmulatedScales, operands: _Operands, chosen: Sequence[int], sums: QuantizationSums, scale: torch.Tensor
 ) -> Rows:
     keys = [s.key for s in operands.rows]
-    columns = operands.columns(chosen, sums, scale, lambda rows: other.formats([keys[i] for i in rows]))
+    columns = operands.columns(chosen, sums, scale, lambda rows: other.list_formats([keys[i] for i in rows]))
     n = len(columns["layer"])
     return columns | {"recipe": [other.recipe.name] * n, "scale_source": ["what-if"] * n}
 
@@ -259,7 +261,7 @@ def _table(
 def _histograms(stats: Sequence[OperandStats], scale: torch.Tensor) -> Rows:
     """Return the histograms as a table. Bins of infinity and NaN are included, so that each histogram is complete."""
     parts = [
-        (stat.key, cast, found if stat.one_scale else known, histogram)
+        (stat.key, cast, found if stat.has_single_scale else known, histogram)
         for stat, found in zip(stats, scale.double().tolist(), strict=True)
         for cast, known, histogram in stat.parts
     ]
@@ -271,6 +273,6 @@ def _histograms(stats: Sequence[OperandStats], scale: torch.Tensor) -> Rows:
         "dtype": [str(histogram.dtype).removeprefix("torch.") for *_, histogram in parts],
         "rounded": [histogram.rounded for *_, histogram in parts],
         "scale": [None if scale != scale else scale for _, _, scale, _ in parts],
-        "bins": [histogram.occupied[0].astype(np.uint16) for *_, histogram in parts],
-        "counts": [histogram.occupied[1] for *_, histogram in parts],
+        "bins": [histogram.occupied_bins[0].astype(np.uint16) for *_, histogram in parts],
+        "counts": [histogram.occupied_bins[1] for *_, histogram in parts],
     }

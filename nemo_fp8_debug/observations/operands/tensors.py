@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...capture.operand_stats import Cast, OperandStats, collect_stats
-from ...capture.operands import Operand
+from ...capture.operand_stats import CastDescription, OperandStats, collect_operand_stats
+from ...capture.operands import OperandAccumulator
 from ...core.keys import Key
-from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
+from ...core.observation import AgreedSampleSettings, Arrays, CombinedObservations, FeatureObservation, Lanes
 from ...core.plain_arrays import Array
 from ...core.table import Columns
-from ...distributed import Ranks
+from ...distributed import MonitoredRanks
 from ...numerics.block_scaling import CODES
 from ...numerics.histogram import BINS, Histogram
-from ...numerics.metrics import Moments, QuantizationSums
+from ...numerics.metrics import QuantizationSums, ValueMoments
 from .measure import OperandMeasurements, measure_tensors
 
 Stats = list[OperandStats]
@@ -43,14 +43,14 @@ _IN_USE, _COPY, _TRIED = "in use", "copy", "tried"
 _Group = tuple[str, str]
 
 
-class TensorObservation(Observation):
+class TensorObservation(FeatureObservation):
     """The observation of the tensors of one feature, by (layer, role)."""
 
     name = ""
     #: roles of the feature's tensors
     roles: Collection[str] = ()
 
-    def __init__(self, kinds: Mapping[Key, str], ranks: Ranks) -> None:
+    def __init__(self, kinds: Mapping[Key, str], ranks: MonitoredRanks) -> None:
         """
         Args:
             kinds: kinds of all tensors that any rank may have.
@@ -62,36 +62,36 @@ class TensorObservation(Observation):
         """Tensors of the last sample whose dtype differs between ranks."""
         return self._sums.mixed
 
-    def collect(self, mine: object, operands: Sequence[Operand]) -> Stats:
-        """See `Observation`."""
-        return collect_stats([operand for operand in operands if operand.role in self.roles])
+    def collect_results(self, mine: object, operands: Sequence[OperandAccumulator]) -> Stats:
+        """See `FeatureObservation`."""
+        return collect_operand_stats([operand for operand in operands if operand.role in self.roles])
 
-    def pack(self, plan: SamplePlan, found: Stats | None, expected: Collection[Key]) -> Arrays:
-        """See `Observation`."""
-        return self._sums.pack(plan, found or [], expected)
+    def pack_results(self, plan: AgreedSampleSettings, found: Stats | None, expected: Collection[Key]) -> Arrays:
+        """See `FeatureObservation`."""
+        return self._sums.pack_results(plan, found or [], expected)
 
     def collect_maxima(self, packed: Arrays) -> torch.Tensor:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return self._sums.collect_maxima(packed)
 
-    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """See `Observation`."""
-        return self._sums.sums(plan, packed, extremes)
+    def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+        """See `FeatureObservation`."""
+        return self._sums.collect_sums(plan, packed, extremes)
 
-    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> Stats:
-        """See `Observation`."""
+    def combine_all_ranks(self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor) -> Stats:
+        """See `FeatureObservation`."""
         return self._sums.combine_all_ranks(plan, sums, extremes)
 
-    def measure(self, sampled: CombinedObservations) -> OperandMeasurements:
+    def measure_tensors(self, sampled: CombinedObservations) -> OperandMeasurements:
         """Return the metrics of whole tensors."""
         return measure_tensors(sampled.whole[self.name], sampled.what_if, sampled.chosen)
 
 
-def put_in_use_first(columns: Columns) -> dict[str, list[Any]]:
+def sort_in_use_rows_first(columns: Columns) -> dict[str, list[Any]]:
     """Return rows in use, followed by rows under other recipes. Keep the order of rows otherwise.
 
     Example:
-        >>> put_in_use_first({"layer": ["a", "a", "b"], "scale_source": ["engine", "what-if", "engine"]})["layer"]
+        >>> sort_in_use_rows_first({"layer": ["a", "a", "b"], "scale_source": ["engine", "what-if", "engine"]})["layer"]
         ['a', 'b', 'a']
     """
     tried = [source == "what-if" for source in columns["scale_source"]]
@@ -105,7 +105,7 @@ def append_what_if_rows(in_use: Columns, tried: Columns, own: Mapping[str, Seque
     return {name: [*values, *tried.get(name, none)] for name, values in {**in_use, **own}.items()}
 
 
-def _groups(plan: SamplePlan) -> list[_Group]:
+def _groups(plan: AgreedSampleSettings) -> list[_Group]:
     copies = [(_COPY, "")] if plan.copies else []
     return [(_IN_USE, ""), *((_TRIED, recipe) for recipe in plan.what_if), *copies]
 
@@ -115,7 +115,7 @@ def _sums_of(stat: OperandStats, group: _Group) -> QuantizationSums | None:
     return stat.sums if kind == _IN_USE else stat.copy if kind == _COPY else stat.what_if.get(recipe)
 
 
-def _columns(plan: SamplePlan) -> list[tuple[_Group | None, str | int]]:
+def _columns(plan: AgreedSampleSettings) -> list[tuple[_Group | None, str | int]]:
     """Return the keys of a tensor's sums in addition to its counts: a group and a name, or the number of a scale."""
     scales: list[str | int] = [*range(CODES + 1), "scales"] if plan.block_scales else []
     of_groups = [(group, name) for group in _groups(plan) for name in ("measured", *_SUMS)]
@@ -125,7 +125,7 @@ def _columns(plan: SamplePlan) -> list[tuple[_Group | None, str | int]]:
 class TensorSums:
     """Adds up the statistics of K tensors over ranks. This rank has observed parts of M of these tensors."""
 
-    def __init__(self, kinds: Mapping[Key, str], ranks: Ranks) -> None:
+    def __init__(self, kinds: Mapping[Key, str], ranks: MonitoredRanks) -> None:
         """
         Args:
             kinds: kinds of all tensors that any rank may have, by (layer, role), in the same order on all ranks.
@@ -133,12 +133,12 @@ class TensorSums:
         self.kinds = dict(kinds)
         self._keys, self._ranks = list(kinds), ranks
         self._index = {key: i for i, key in enumerate(self._keys)}
-        self._casts: dict[int, Cast] = {}
-        self._numbers: dict[Cast, int] = {}
+        self._casts: dict[int, CastDescription] = {}
+        self._numbers: dict[CastDescription, int] = {}
         #: tensors of the last sample that were left out, because their dtype differs between ranks
         self.mixed: list[Key] = []
 
-    def pack(self, plan: SamplePlan, stats: Sequence[OperandStats], expected: Collection[Key]) -> Arrays:
+    def pack_results(self, plan: AgreedSampleSettings, stats: Sequence[OperandStats], expected: Collection[Key]) -> Arrays:
         """Return this rank's contribution as plain arrays.
 
         Args:
@@ -193,12 +193,12 @@ class TensorSums:
         table = table[seen]
         return seen, dict(zip(EXTREMES, table[:, : len(EXTREMES)].T, strict=True)), table[:, len(EXTREMES) :] > 0
 
-    def amax(self, extremes: torch.Tensor) -> dict[Key, float]:
+    def read_amaxes(self, extremes: torch.Tensor) -> dict[Key, float]:
         """Return the largest finite magnitude of each tensor over all ranks."""
         seen, column, _ = self._seen(extremes)
         return {self._keys[i]: value for i, value in zip(seen.tolist(), _floats(column["amax"]).tolist(), strict=True)}
 
-    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+    def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """Return a row of numbers for each of S tensors, the further sums of some tensors, and all occupied binades."""
         seen, column, occupied = self._seen(extremes)
         numbers = np.zeros((len(self._keys), len(_columns(plan))))
@@ -215,7 +215,7 @@ class TensorSums:
         parts = numbers[seen].reshape(-1), further, counts.reshape(-1)
         return {lane: torch.from_numpy(part) for lane, part in enumerate(parts)}
 
-    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> list[OperandStats]:
+    def combine_all_ranks(self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor) -> list[OperandStats]:
         """Return the statistics of whole tensors."""
         seen, column, occupied = self._seen(extremes)
         names = _columns(plan)
@@ -226,7 +226,7 @@ class TensorSums:
 
     def _whole(
         self,
-        plan: SamplePlan,
+        plan: AgreedSampleSettings,
         keys: Sequence[Key],
         column: Mapping[str, Array],
         numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor],
@@ -272,28 +272,28 @@ class TensorSums:
             )
         return stats
 
-    def _number_of(self, cast: Cast) -> int:
+    def _number_of(self, cast: CastDescription) -> int:
         """Return a number of 31 bits that identifies a cast on all ranks."""
         if cast not in self._numbers:
             number = zlib.crc32(json.dumps(vars(cast)).encode()) >> 1
-            self._ranks.set_if_absent(f"cast/{number}", vars(cast))
+            self._ranks.publish_if_absent(f"cast/{number}", vars(cast))
             self._numbers[cast], self._casts[number] = number, cast
         return self._numbers[cast]
 
-    def _cast_of(self, number: int) -> Cast:
+    def _cast_of(self, number: int) -> CastDescription:
         if number not in self._casts:
-            self._casts[number] = Cast(**self._ranks.read(f"cast/{number}"))
+            self._casts[number] = CastDescription(**self._ranks.await_value(f"cast/{number}"))
         return self._casts[number]
 
 
-def _numbers(stats: Sequence[OperandStats], plan: SamplePlan) -> Array:
+def _numbers(stats: Sequence[OperandStats], plan: AgreedSampleSettings) -> Array:
     """Return this rank's numbers to be summed, float64 [M, columns]."""
     columns = {name: np.zeros(len(stats)) for name in _columns(plan)}
     columns[None, "expected"] += 1
     columns[None, "made"] += 1
     columns[None, "calls"][:] = [s.calls for s in stats]
     if chosen := [i for i, s in enumerate(stats) if s.moments]:
-        moments = Moments.concat([m for s in stats if (m := s.moments)])
+        moments = ValueMoments.concat([m for s in stats if (m := s.moments)])
         for name in _MOMENTS:
             columns[None, name][chosen] = getattr(moments, name).double().numpy()
     for i, stat in enumerate(stats) if plan.block_scales else ():
@@ -323,7 +323,7 @@ def _histograms(counts: torch.Tensor, occupied: torch.Tensor) -> list[torch.Tens
 
 def _moments(
     numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor], amax: torch.Tensor, amin: torch.Tensor
-) -> Moments:
+) -> ValueMoments:
     """Return the moments of float32 tensors. The median is NaN, because it comes from the histogram.
 
     Args:
@@ -331,7 +331,7 @@ def _moments(
     """
     counts = {name: numbers[None, name].long() for name in ("n", "nan", "inf")}
     powers = {name: numbers[None, name] for name in ("sum_x2", "sum_x4")}
-    return Moments(amax=amax.double(), amin=amin.double(), median=torch.full_like(amax, torch.nan), **counts, **powers)
+    return ValueMoments(amax=amax.double(), amin=amin.double(), median=torch.full_like(amax, torch.nan), **counts, **powers)
 
 
 def _sums(numbers: Mapping[tuple[_Group | None, str | int], torch.Tensor], group: _Group) -> QuantizationSums:

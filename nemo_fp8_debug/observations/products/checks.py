@@ -10,8 +10,8 @@ import torch
 
 from ...capture.tensors import take_local_part
 from ...numerics.block_scaling import view_as_matrix
-from ...numerics.gemm_error import sample_places
-from ...numerics.product_check import CHECKED, FLOAT32, Accumulation, CheckedBlock, ExactBlock, check_blocks
+from ...numerics.gemm_error import sample_indices
+from ...numerics.product_check import CHECKED, FLOAT32, CheckedBlock, ExactBlock, GemmAccumulation, check_product_blocks
 from .verification import CHANGED, GATHERED, NOT_SEEN
 
 #: largest number of partial sums that a GEMM is split into
@@ -19,7 +19,7 @@ _SPLITS = 8
 _HOPPER = (9, 0)
 
 
-def accumulation_of(device: torch.device, dtype: torch.dtype, terms: int, fp8: bool, splits: bool) -> Accumulation:
+def accumulation_of(device: torch.device, dtype: torch.dtype, terms: int, fp8: bool, splits: bool) -> GemmAccumulation:
     """Return how a GEMM adds up the terms of a product.
 
     Args:
@@ -34,12 +34,12 @@ def accumulation_of(device: torch.device, dtype: torch.dtype, terms: int, fp8: b
     if fp8:
         return _of_fp8(device, terms, splits)
     if dtype == torch.float32:
-        return Accumulation(besides=2.0**-9) if torch.backends.cuda.matmul.allow_tf32 else FLOAT32
+        return GemmAccumulation(besides=2.0**-9) if torch.backends.cuda.matmul.allow_tf32 else FLOAT32
     return _of_tensor_cores(terms, _partial_roundoff(dtype))
 
 
-def _of_tensor_cores(terms: int, partial: float) -> Accumulation:
-    return Accumulation(2.0**-23, 16, bias=2.0**-24 * (terms // 16 + 1), besides=_SPLITS * partial)
+def _of_tensor_cores(terms: int, partial: float) -> GemmAccumulation:
+    return GemmAccumulation(2.0**-23, 16, bias=2.0**-24 * (terms // 16 + 1), besides=_SPLITS * partial)
 
 
 def _partial_roundoff(dtype: torch.dtype) -> float:
@@ -50,15 +50,15 @@ def _partial_roundoff(dtype: torch.dtype) -> float:
     return 2.0**-11 if flags.allow_fp16_reduced_precision_reduction else 0.0
 
 
-def _of_fp8(device: torch.device, terms: int, splits: bool) -> Accumulation:
+def _of_fp8(device: torch.device, terms: int, splits: bool) -> GemmAccumulation:
     if torch.cuda.get_device_capability(device) != _HOPPER:
         return _of_tensor_cores(terms, 0.0)
     coarse = 4 if splits else terms // 32 + 1
-    return Accumulation(2.0**-23, 128, bias=2.0**-14 * coarse, besides=2.0**-13 * coarse)
+    return GemmAccumulation(2.0**-23, 128, bias=2.0**-14 * coarse, besides=2.0**-13 * coarse)
 
 
 @dataclass(frozen=True)
-class MultipliedRows:
+class MultipliedOperandRows:
     """Rows of an operand as the GEMM multiplied them."""
 
     #: [k, c], or None if unknown
@@ -82,29 +82,29 @@ class CheckQueue:
         self._checks: list[ProductChecks] = []
 
     def serve(self, checks: ProductChecks) -> None:
-        """When `move` is called, also move the tensors of these checks."""
+        """When `move_tensors` is called, also move the tensors of these checks."""
         self._checks.append(checks)
 
-    def add(self, checks: ProductChecks, product: str, block: CheckedBlock) -> None:
+    def add_block(self, checks: ProductChecks, product: str, block: CheckedBlock) -> None:
         """Add a block."""
         self._waiting.append((checks, product, block))
         if len(self._waiting) >= self.LONGEST:
-            self.run()
+            self.check_blocks()
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by the result of `to`."""
         self._waiting = [(checks, product, block.moved(to)) for checks, product, block in self._waiting]
         for checks in self._checks:
-            checks.move(to)
+            checks.move_tensors(to)
 
-    def run(self) -> None:
+    def check_blocks(self) -> None:
         """Check the waiting blocks, and pass each result to its owner."""
         waiting, self._waiting = self._waiting, []
         kinds: dict[tuple[object, ...], list[tuple[ProductChecks, str, CheckedBlock]]] = defaultdict(list)
         for entry in waiting:
-            kinds[entry[2].kind].append(entry)
+            kinds[entry[2].batch_key].append(entry)
         for entries in kinds.values():
-            found = check_blocks([block for *_, block in entries])
+            found = check_product_blocks([block for *_, block in entries])
             for (checks, product, _), row in zip(entries, found, strict=True):
                 checks.found_of[product] = row
 
@@ -131,7 +131,7 @@ class ProductChecks:
         """
         self._rows, self._step, self._queue = rows, step, queue
         queue.serve(self)
-        self._how: dict[str, Accumulation] = {}
+        self._how: dict[str, GemmAccumulation] = {}
         self._exact: dict[str, tuple[ExactBlock, tuple[int, int]]] = {}
         self._returned: dict[str, _Returned] = {}
         #: results by product, in the order of `CHECKED`
@@ -144,7 +144,7 @@ class ProductChecks:
         self._gradients: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._changed: torch.Tensor | None = None
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each result by the result of `to`."""
         self._changed = None if self._changed is None else to(self._changed)
         self.found_of = {product: to(found) for product, found in self.found_of.items()}
@@ -162,14 +162,19 @@ class ProductChecks:
         self._note_gradient("multiplied", view_as_matrix(take_local_part(dy.detach())))
 
     def _note_gradient(self, which: str, m: torch.Tensor) -> None:
-        self._gradients.setdefault(which, (self.block(m), tuple(m.shape)))
+        self._gradients.setdefault(which, (self.copy_compared_block(m), tuple(m.shape)))
         if len(self._gradients) == 2 and self._changed is None:
             (seen, shape), (now, other) = self._gradients["seen"], self._gradients["multiplied"]
             if shape == other:
                 self._changed = ~((seen == now) | (seen.isnan() & now.isnan())).all()
 
     def add_product_operands(
-        self, product: str, a: MultipliedRows, b: MultipliedRows, splits: bool = False, exact: torch.Tensor | None = None
+        self,
+        product: str,
+        a: MultipliedOperandRows,
+        b: MultipliedOperandRows,
+        splits: bool = False,
+        exact: torch.Tensor | None = None,
     ) -> None:
         """Note the operands of a product, A and B of A B^T.
 
@@ -184,7 +189,7 @@ class ProductChecks:
         else:
             fp8 = a.quantized and b.quantized
             self._how[product] = accumulation_of(a.rows.device, a.rows.dtype, a.rows.shape[1], fp8, splits)
-            self._exact[product] = ExactBlock.product(a.rows, b.rows, exact), (a.of, b.of)
+            self._exact[product] = ExactBlock.from_rows(a.rows, b.rows, exact), (a.of, b.of)
             self._compare(product)
 
     def add_product_result(
@@ -195,23 +200,23 @@ class ProductChecks:
         Args:
             result: [..., columns], in the layout of A B^T.
             bias: [columns], added to the product.
-            before: the values that the product was added to, as a block that `block` returned.
+            before: the values that the product was added to, as a block that `copy_compared_block` returned.
         """
         m = view_as_matrix(take_local_part(result.detach()))
-        if self.is_returned(product) or not m.numel():
+        if self.has_result(product) or not m.numel():
             return
         if bias is not None:
             bias = take_local_part(bias.detach())
-            before = bias[sample_places(len(bias), self._rows, bias.device, self._step, True)]
-        self._returned[product] = _Returned(self.block(m), (m.shape[0], m.shape[1]), before)
+            before = bias[sample_indices(len(bias), self._rows, bias.device, self._step, True)]
+        self._returned[product] = _Returned(self.copy_compared_block(m), (m.shape[0], m.shape[1]), before)
         self._compare(product)
 
-    def block(self, m: torch.Tensor) -> torch.Tensor:
+    def copy_compared_block(self, m: torch.Tensor) -> torch.Tensor:
         """Return a copy of the matrix's rows and columns to compare."""
-        rows, columns = (sample_places(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
+        rows, columns = (sample_indices(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
         return m.index_select(0, rows).index_select(1, columns)
 
-    def is_returned(self, product: str) -> bool:
+    def has_result(self, product: str) -> bool:
         """Return True if the result of a product was seen."""
         return product in self._returned or product in self._shapes
 
@@ -231,11 +236,11 @@ class ProductChecks:
             self.mark_uncheckable(product, GATHERED)
         else:
             self._shapes[product] = shape
-            self._queue.add(self, product, CheckedBlock(returned.block, exact, self._how[product], returned.added))
+            self._queue.add_block(self, product, CheckedBlock(returned.block, exact, self._how[product], returned.added))
 
     def collect_product_errors(self) -> dict[str, torch.Tensor]:
         """Return the results by product in host memory, float64 in the order of `verification.FOUND`."""
-        self._queue.run()
+        self._queue.check_blocks()
         if self._changed is not None and bool(self._changed):
             for product in ("dgrad", "wgrad"):
                 self.found_of.pop(product, None)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...numerics.product_check import CHECKED, Accumulation, CheckedBlock, ExactBlock, check_blocks
+from ...numerics.product_check import CHECKED, CheckedBlock, ExactBlock, GemmAccumulation, check_product_blocks
 from .verification import (
     GRADIENT_NOT_SEEN,
     OF_RANKS,
@@ -27,7 +27,7 @@ from .verification import (
     REASONS,
     REDUCTION,
     ROUNDINGS,
-    error_over_bound,
+    compute_error_over_bound,
 )
 from .verification import REDUCED_ROWS as ROWS
 
@@ -48,10 +48,10 @@ _FIRST_REASON = OTHER_REDUCTION
 _HEADER = ("ranks", "expected", "passes", "known", "held", "owner", "rows", "columns", *REASONS[_FIRST_REASON:])
 #: how many numbers a rank contributes for each part of a weight
 NUMBERS = len(_HEADER) + 3 * _VALUES
-_EXACT = Accumulation(roundoff=0.0, besides=1.0, bias=1.0)
+_EXACT = GemmAccumulation(roundoff=0.0, besides=1.0, bias=1.0)
 
 
-def compute_sum_bound(
+def compute_summation_error_bound(
     sizes: torch.Tensor, roundings: int, dtypes: Collection[torch.dtype], ranks: int = 1, factor: float = 1.0
 ) -> torch.Tensor:
     """Return the largest error of a sum, in any order of summation. The result is infinite if there is no bound.
@@ -64,7 +64,7 @@ def compute_sum_bound(
         factor: factor that multiplies sums before they are added to others.
 
     Example:
-        >>> float(compute_sum_bound(torch.tensor(8.0).double(), 4, [torch.bfloat16]))
+        >>> float(compute_summation_error_bound(torch.tensor(8.0).double(), 4, [torch.bfloat16]))
         0.126984...
     """
     part = roundings * max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
@@ -75,7 +75,7 @@ def compute_sum_bound(
 
 
 @dataclass(frozen=True)
-class GradientParts:
+class GradientOfRank:
     """A rank's part of the gradient of one weight."""
 
     #: number of the part of the weight. Other ranks may have the same part
@@ -97,7 +97,7 @@ class GradientParts:
     #: index into `REASONS`
     reason: int = 0
 
-    def numbers(self, rank: int) -> torch.Tensor:
+    def collect_sums(self, rank: int) -> torch.Tensor:
         """Return the numbers to be summed over ranks, float64 [`NUMBERS`]."""
         high, wide = self.summand.shape
         header = [1, self.expected, self.passes, self.known, self.held, rank * self.first, high, wide]
@@ -121,7 +121,7 @@ class _Added:
 
     @classmethod
     def read(cls, row: torch.Tensor) -> _Added | None:
-        """Read a sum of `GradientParts.numbers`. Return None if no rank has computed a gradient."""
+        """Read a sum of `GradientOfRank.collect_sums`. Return None if no rank has computed a gradient."""
         of = dict(zip(_HEADER, row[: len(_HEADER)].tolist(), strict=True))
         if not of["passes"]:
             return None
@@ -172,7 +172,7 @@ class _Added:
         outcome = "ranks_unknown"
         if checked is not None:
             named |= dict(zip(CHECKED, checked.tolist(), strict=True))
-            outcome = "ranks_beyond" if error_over_bound(named) > 1 else "ranks_within"
+            outcome = "ranks_beyond" if compute_error_over_bound(named) > 1 else "ranks_within"
         named |= {outcome: self.of["ranks"], "values_of_all": named["values"]}
         return torch.tensor(list(named.values()), dtype=torch.float64)
 
@@ -184,7 +184,7 @@ def compared(rows: Mapping[str, Sequence[torch.Tensor]]) -> dict[tuple[str, str]
     from all weights. So we do not detect an error that affects all weights alike.
 
     Args:
-        rows: sums over ranks of `GradientParts.numbers`, a row for each part, by layer.
+        rows: sums over ranks of `GradientOfRank.collect_sums`, a row for each part, by layer.
     """
     added = [(name, one) for name, parts in rows.items() for row in parts if (one := _Added.read(row))]
     factor, loose = _in_common([one for _, one in added if not one.of["known"]])
@@ -204,8 +204,10 @@ def compared(rows: Mapping[str, Sequence[torch.Tensor]]) -> dict[tuple[str, str]
 def _checked(blocks: Mapping[int, CheckedBlock]) -> dict[int, torch.Tensor]:
     kinds = defaultdict[object, list[int]](list)
     for i, block in blocks.items():
-        kinds[block.kind].append(i)
-    return {i: row for of in kinds.values() for i, row in zip(of, check_blocks([blocks[i] for i in of]), strict=True)}
+        kinds[block.batch_key].append(i)
+    return {
+        i: row for of in kinds.values() for i, row in zip(of, check_product_blocks([blocks[i] for i in of]), strict=True)
+    }
 
 
 def _in_common(added: Sequence[_Added]) -> tuple[float, float]:
@@ -233,12 +235,12 @@ class GradientSums:
         """
         self._names, self._parts, self._rank = list(names), parts, rank
 
-    def rows(self, found: Mapping[str, GradientParts]) -> torch.Tensor:
+    def collect_sums(self, found: Mapping[str, GradientOfRank]) -> torch.Tensor:
         """Return the numbers to be summed over ranks, float64 [names, parts, numbers]."""
         rows = torch.zeros(len(self._names), self._parts, NUMBERS, dtype=torch.float64)
         for row, name in zip(rows, self._names, strict=True):
             if (mine := found.get(name)) is not None and mine.part < self._parts:
-                row[mine.part] = mine.numbers(self._rank)
+                row[mine.part] = mine.collect_sums(self._rank)
         return rows
 
     def unpack_all_ranks(self, added: torch.Tensor) -> dict[tuple[str, str], torch.Tensor]:

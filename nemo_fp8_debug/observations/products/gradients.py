@@ -17,16 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...capture.backends.parallel import count_gradient_ranks, find_shared_part
-from ...capture.data_parallel import Sharded, find_active_ddp
-from ...capture.dispatcher import Dispatcher
+from ...capture.backends.parallel import count_ranks_summing_gradient, find_replica_part_index
+from ...capture.data_parallel import FSDP2Parameters, find_active_ddp
+from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
-from ...capture.optimizer_weights import find_buffers, find_part_start, find_weight, is_split_by_zero
+from ...capture.optimizer_weights import (
+    find_bucket_part_start,
+    find_gemm_parameter,
+    find_gradient_buffers,
+    is_optimizer_state_sharded,
+)
 from ...capture.scan import ScannedModule
 from ...capture.tensors import is_dtensor, take_local_part
 from ...capture.weight_gradients import ADDED_LATER, adds_to_main_grad
-from ...numerics.gemm_error import sample_places
-from .gradient_parts import GradientParts, compute_sum_bound
+from ...numerics.gemm_error import sample_indices
+from .gradient_parts import GradientOfRank, compute_summation_error_bound
 from .verification import NOT_REDUCED, OTHER_REDUCTION, PARTS_MISSING
 from .verification import REDUCED_ROWS as ROWS
 
@@ -62,16 +67,16 @@ def of_ddp(weight: Any) -> Reducer | None:
     return Reducer(ranks, 1 / ranks, reason=0 if active.require_backward_grad_sync else NOT_REDUCED)
 
 
-def of_fsdp(sharded: Sharded, module: nn.Module, name: str) -> Reducer:
+def of_fsdp(sharded: FSDP2Parameters, module: nn.Module, name: str) -> Reducer:
     """Return the reducer of a parameter that FSDP2 has sharded."""
-    one, group = sharded.find(module, name)
+    one, group = sharded.find_fsdp_states(module, name)
     placements = one.sharded_param.placements
     of_rows = all(p.is_replicate() for p in placements[:-1]) and placements[-1].is_shard(0)
     hooked = getattr(group, "_all_reduce_hook", None) is not None
     if hooked or not of_rows or type(placements[-1]).__name__ != "Shard" or one.sharded_param.ndim != 2:
         return OTHER
     ranks = one.sharded_param.device_mesh.size()
-    if not sharded.is_reduced(module, name):
+    if not sharded.will_reduce_gradient(module, name):
         return Reducer(ranks, reason=NOT_REDUCED)
     return Reducer(ranks, 1 / (group.gradient_divide_factor or ranks), dtype=group._reduce_dtype)
 
@@ -82,9 +87,9 @@ def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple
     Megatron may divide all gradients by the tokens of a step, and clips them in place.
 
     Args:
-        buffers: the buffers that `find_buffers` returned.
+        buffers: the buffers that `find_gradient_buffers` returned.
     """
-    ranks = count_gradient_ranks(module)
+    ranks = count_ranks_summing_gradient(module)
     shared = any(getattr(weight, name, False) for name in ADDED_LATER)
     if ranks is None or shared:
         return OTHER, None
@@ -98,7 +103,7 @@ def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple
             main = getattr(weight, "main_param", None)
             if main is None or not main.numel():
                 return reducer, None
-            begin = find_part_start(buffer, weight)
+            begin = find_bucket_part_start(buffer, weight)
             return reducer, slice(begin, begin + main.numel())
     return OTHER, None
 
@@ -118,7 +123,7 @@ class _Gradient:
     """The gradient of one weight."""
 
     gemm: Gemm
-    #: the weight that `find_weight` returned; under FSDP2 the gathered weight
+    #: the weight that `find_gemm_parameter` returned; under FSDP2 the gathered weight
     weight: Any
     #: whether this rank has its own summands, and whether it keeps a tensor in the layout of the weight
     adds: bool
@@ -159,7 +164,7 @@ class _Gradient:
 @functools.lru_cache(1024)
 def _places(shape: tuple[int, int], step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows and columns to compare, int64 [k, 1] and [l]. Do not write to the results."""
-    rows, columns = (sample_places(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
+    rows, columns = (sample_indices(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
     return rows[:, None], columns
 
 
@@ -173,7 +178,7 @@ class ReducedGradients:
         step: int,
         keeps: Callable[[Gemm], Callable[[torch.Tensor], bool]],
         guard: Callable[[str], AbstractContextManager[None]],
-        dispatcher: Dispatcher,
+        dispatcher: EventDispatcher,
     ) -> None:
         """
         Args:
@@ -184,10 +189,10 @@ class ReducedGradients:
             guard: returns a context that keeps an exception out of the training loop.
             dispatcher: dispatcher of the step.
         """
-        self._buffers, self._sharded = [buffer for _, buffer in find_buffers(scanned)], Sharded(scanned)
+        self._buffers, self._sharded = [buffer for _, buffer in find_gradient_buffers(scanned)], FSDP2Parameters(scanned)
         self._gradients: dict[str, _Gradient] = {}
         for gemm in gemms:
-            weight = find_weight(gemm)
+            weight = find_gemm_parameter(gemm)
             if weight is not None and weight.dim() == 2 and weight.requires_grad:
                 copied = [gemm.backend.copied(gemm.module, role) for role in ("input", "grad_output")]
                 shape = (weight.shape[0], weight.shape[1])
@@ -202,7 +207,7 @@ class ReducedGradients:
         for one in self._gradients.values():
             module = one.gemm.module
             self._dispatcher.watch_before_forward(module, self._guarded, partial(self._before_forward, one))
-            if self._sharded.parameter(module, one.name) is None:
+            if self._sharded.find_parameter(module, one.name) is None:
                 self._watch(one)
 
     def _watch(self, one: _Gradient) -> None:
@@ -215,18 +220,18 @@ class ReducedGradients:
     def _before_forward(self, one: _Gradient, *_: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return
-        if self._sharded.parameter(one.gemm.module, one.name) is not None:
-            one.weight = find_weight(one.gemm)
+        if self._sharded.find_parameter(one.gemm.module, one.name) is not None:
+            one.weight = find_gemm_parameter(one.gemm)
             self._watch(one)
         one.reducer = self._reducer(one)
 
     def _reducer(self, one: _Gradient) -> Reducer:
         weight, module = one.weight, one.gemm.module
-        if getattr(weight, "_post_accumulate_grad_hooks", None) or is_split_by_zero(weight):
+        if getattr(weight, "_post_accumulate_grad_hooks", None) or is_optimizer_state_sharded(weight):
             return OTHER
         if hasattr(weight, "main_grad"):
             return of_megatron(module, weight, self._buffers)[0]
-        if self._sharded.parameter(module, one.name) is not None:
+        if self._sharded.find_parameter(module, one.name) is not None:
             return of_fsdp(self._sharded, module, one.name)
         if is_dtensor(weight):
             return OTHER
@@ -240,7 +245,7 @@ class ReducedGradients:
             self._see_summand(one, grad)
         if not self._queued:
             self._queued = True
-            self._dispatcher.after_backward(self._guarded, self._after_backward)
+            self._dispatcher.call_after_backward(self._guarded, self._after_backward)
 
     def _see_summand(self, one: _Gradient, grad: torch.Tensor | None) -> None:
         weight = one.weight
@@ -251,7 +256,7 @@ class ReducedGradients:
             own = one.block(grad)
             if main is not None:
                 one.add(False, own, *([] if one.passes else [one.block(main)]))
-            elif self._sharded.parameter(one.gemm.module, one.name) is not None:
+            elif self._sharded.find_parameter(one.gemm.module, one.name) is not None:
                 earlier = self._sharded.has_gradient(one.gemm.module, one.name)
                 if earlier and not one.passes:
                     one.reducer = Reducer(reason=PARTS_MISSING)
@@ -267,7 +272,7 @@ class ReducedGradients:
                 self._see_reduced(one)
 
     def _see_reduced(self, one: _Gradient) -> None:
-        parameter = self._sharded.parameter(one.gemm.module, one.name)
+        parameter = self._sharded.find_parameter(one.gemm.module, one.name)
         grad = (one.weight if parameter is None else parameter).grad
         if grad is None or not one.keeps(grad):
             return
@@ -290,21 +295,21 @@ class ReducedGradients:
             if held is not None and one.keeps(main):
                 one.keep_part(main.detach().reshape(-1)[held], held.start)
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by the result of `to`."""
         for one in self._gradients.values():
             one.summands = [to(x) for x in one.summands]
             one.reduced = None if one.reduced is None else to(one.reduced)
             one.held = None if one.held is None else to(one.held)
 
-    def collect_gradient_parts(self) -> Mapping[str, GradientParts]:
+    def collect_gradients_of_rank(self) -> Mapping[str, GradientOfRank]:
         """Return this rank's parts by layer."""
         return {name: parts for name, one in self._gradients.items() if (parts := _parts(one)) is not None}
 
 
-def _parts(one: _Gradient) -> GradientParts | None:
+def _parts(one: _Gradient) -> GradientOfRank | None:
     """Return this rank's part of the gradient, or None if this rank should have no part."""
-    part, reducer = find_shared_part(one.gemm.module, "weight_gradient"), one.reducer or OTHER
+    part, reducer = find_replica_part_index(one.gemm.module, "weight_gradient"), one.reducer or OTHER
     seen = one.passes > 0 or hasattr(one.weight, "main_grad")  # experts without tokens have a `main_grad` too
     if part is None or not one.adds or not seen:
         return None
@@ -317,8 +322,8 @@ def _parts(one: _Gradient) -> GradientParts | None:
     given = [*one.summands, *([] if one.reduced is None else [one.reduced])]
     dtypes = {x.dtype for x in given} | {reducer.dtype or torch.float32}
     roundings = max(one.passes, 1) * reducer.ranks + _SCALINGS
-    bound = compute_sum_bound(size, roundings, dtypes, reducer.ranks, reducer.factor)
-    return GradientParts(
+    bound = compute_summation_error_bound(size, roundings, dtypes, reducer.ranks, reducer.factor)
+    return GradientOfRank(
         part=part,
         summand=summand,
         bound=bound,

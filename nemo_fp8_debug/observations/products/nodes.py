@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...capture.dispatcher import Dispatcher, Guard
+from ...capture.dispatcher import EventDispatcher, Guard
 
 #: positions of X and W among a node's inputs, and whether W is transposed there, by name of the node
 _PLACES = {
@@ -41,7 +41,7 @@ class ProductNode:
     weight: int | None
     turned: bool = False
 
-    def needs(self, place: int) -> bool:
+    def needs_input_gradient(self, place: int) -> bool:
         """Return True if the gradient of an input is required."""
         return self.node.next_functions[place][0] is not None
 
@@ -74,8 +74,8 @@ def _place_of(node: Any, x: torch.Tensor | None) -> int | None:
     return None
 
 
-def watch_node(
-    dispatcher: Dispatcher,
+def watch_product_gradients(
+    dispatcher: EventDispatcher,
     guard: Guard,
     found: ProductNode,
     take: Callable[[str, torch.Tensor | None], None],
@@ -99,10 +99,10 @@ def watch_node(
                 grad = grads[place]
                 take(product, grad.t() if turned and product == "wgrad" and grad is not None else grad)
 
-    dispatcher.watch_node(found.node, guard, begin, after)
+    dispatcher.watch_autograd_node(found.node, guard, begin, after)
 
 
-def find_bias(module: nn.Module) -> torch.Tensor | None:
+def find_added_bias(module: nn.Module) -> torch.Tensor | None:
     """Return the bias that a module adds to its output, or None."""
     if getattr(module, "skip_bias_add", False) or getattr(module, "return_bias", False):
         return None

@@ -12,26 +12,26 @@ import numpy as np
 import torch
 
 from ...capture.device_to_host import Move
-from ...capture.operand_stats import Cast
-from ...capture.operands import Operand
+from ...capture.operand_stats import CastDescription
+from ...capture.operands import OperandAccumulator
 from ...core.keys import MIXED, Key
-from ...core.layer_names import name_aggregate
-from ...core.observation import Arrays, CombinedObservations, Lanes, Observation, SamplePlan
+from ...core.layer_names import find_expert_aggregate
+from ...core.observation import AgreedSampleSettings, Arrays, CombinedObservations, FeatureObservation, Lanes
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, RunSetup, StepObserver, make_weight_filter
 from ...numerics.gemm_error import PRODUCTS, SUMS
 from .checks import CheckQueue
-from .gradient_parts import GradientParts, GradientSums
+from .gradient_parts import GradientOfRank, GradientSums
 from .gradients import ReducedGradients
-from .samples import ProductOptions, Products
+from .samples import GemmProducts, ProductMeasurementOptions
 from .table import OUTPUT_METRICS, OUTPUTS, VERIFICATION
-from .verification import FOUND, ProductsFound, WorstProducts, verification_columns
+from .verification import FOUND, ProductsFound, WorstProductReduction, make_verification_columns
 
 #: the sums of `numerics.gemm_error` and the number of ranks in these sums, float64 [6] by (layer, product)
 OutputSums = Mapping[tuple[str, str], torch.Tensor]
 
 
-def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Key, Cast]) -> dict[str, list[Any]]:
+def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Key, CastDescription]) -> dict[str, list[Any]]:
     """Return a row for each product, followed by a row for each product of all experts of a layer together.
 
     Args:
@@ -41,7 +41,7 @@ def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Ke
     members: dict[tuple[str, str], list[str]] = {key: [key[0]] for key in sums}
     aggregates: dict[tuple[str, str], list[str]] = defaultdict(list)
     for layer, product in sums:
-        if aggregate := name_aggregate(layer):
+        if aggregate := find_expert_aggregate(layer):
             aggregates[aggregate, product].append(layer)
     rows = []
     for (layer, product), layers in [*members.items(), *aggregates.items()]:
@@ -54,7 +54,7 @@ def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Ke
                 "product": product,
                 "recipe": _common([cast.recipe for cast in found]),
                 "scale_source": _common([cast.source for cast in found]),
-                "experts": len(layers) if name_aggregate(layers[0]) else None,
+                "experts": len(layers) if find_expert_aggregate(layers[0]) else None,
                 **_metrics(product, total.tolist()),
             }
         )
@@ -91,7 +91,7 @@ class ProductsOfRank:
     #: results by (layer, product), in the order of `verification.FOUND`
     products: ProductsFound = field(default_factory=dict)
     #: gradients before and after the sum over ranks, by layer
-    gradients: Mapping[str, GradientParts] = field(default_factory=dict)
+    gradients: Mapping[str, GradientOfRank] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ class ProductStep(StepObserver):
 
     def __init__(self, step: OpenStep) -> None:
         config = step.config
-        chosen = ProductOptions(config.output_rows, config.verify_rows, keeps_gradients="update" in config.states)
+        chosen = ProductMeasurementOptions(config.output_rows, config.verify_rows, keeps_gradients="update" in config.states)
         gemms = {gemm.name: gemm for gemm in step.known if gemm.name in step.chosen and not gemm.backend.in_forward}
         self._queue, options = CheckQueue(), (chosen, step.number, step.guard)
         self.products = {
-            name: Products(gemms[name], operands, *options, self._queue, step.dispatcher)
+            name: GemmProducts(gemms[name], operands, *options, self._queue, step.dispatcher)
             for name, operands in step.seen.items()
             if name in gemms
         }
@@ -133,40 +133,40 @@ class ProductStep(StepObserver):
         if self.gradients is not None:
             self.gradients.subscribe()
 
-    def move(self, to: Move) -> None:
+    def move_tensors(self, to: Move) -> None:
         """See `StepObserver`."""
         for one in (*self.products.values(), self._queue, self.gradients):
             if one is not None:
-                one.move(to)
+                one.move_tensors(to)
 
 
-class ProductObservation(Observation):
+class ProductObservation(FeatureObservation):
     """Sums over parts of outputs, parts of gradients, and each product's result on the rank with the largest error."""
 
     name = "products"
 
     def __init__(self, setup: RunSetup) -> None:
-        keys, config = [(name, product) for name in setup.gemms for product in PRODUCTS], setup.config
+        keys, config = [(name, product) for name in setup.gemm_names for product in PRODUCTS], setup.config
         self._outputs, self._keys = keys if config.output_rows else [], keys if config.verify_rows else []
-        self._verified = WorstProducts(self._keys, setup.ranks.rank)
-        gemms = setup.gemms if config.verify_rows else []
+        self._verified = WorstProductReduction(self._keys, setup.ranks.rank)
+        gemms = setup.gemm_names if config.verify_rows else []
         self._gradients = GradientSums(gemms, setup.parts["weight_gradient"], setup.ranks.rank)
         self._rows = max(config.output_rows, config.verify_rows)
 
     def start_observer(self, step: OpenStep) -> ProductStep:
-        """See `Observation`."""
+        """See `FeatureObservation`."""
         return ProductStep(step)
 
-    def collect(self, mine: ProductStep | None, operands: Sequence[Operand]) -> ProductsOfRank:
-        """See `Observation`."""
+    def collect_results(self, mine: ProductStep | None, operands: Sequence[OperandAccumulator]) -> ProductsOfRank:
+        """See `FeatureObservation`."""
         if mine is None:
             return ProductsOfRank()
-        outputs = {key: sums for one in mine.products.values() for key, sums in one.sums().items()}
-        products = {key: checked for one in mine.products.values() for key, checked in one.checks().items()}
-        return ProductsOfRank(outputs, products, mine.gradients.collect_gradient_parts() if mine.gradients else {})
+        outputs = {key: sums for one in mine.products.values() for key, sums in one.collect_output_sums().items()}
+        products = {key: checked for one in mine.products.values() for key, checked in one.collect_product_checks().items()}
+        return ProductsOfRank(outputs, products, mine.gradients.collect_gradients_of_rank() if mine.gradients else {})
 
-    def pack(self, plan: SamplePlan, found: ProductsOfRank | None, expected: Collection[Key]) -> Arrays:
-        """See `Observation`."""
+    def pack_results(self, plan: AgreedSampleSettings, found: ProductsOfRank | None, expected: Collection[Key]) -> Arrays:
+        """See `FeatureObservation`."""
         found = found or ProductsOfRank()
         outputs = np.zeros((len(self._outputs), len(SUMS) + 1))
         for row, key in zip(outputs, self._outputs, strict=True):
@@ -177,37 +177,37 @@ class ProductObservation(Observation):
             "outputs": outputs,
             "at": np.array([i for i, _ in mine], np.int64),
             "found": np.array([values for _, values in mine]).reshape(-1, len(FOUND)),
-            "gradients": self._gradients.rows(found.gradients).numpy(),
+            "gradients": self._gradients.collect_sums(found.gradients).numpy(),
         }
 
     def _found(self, packed: Arrays) -> ProductsFound:
         return {self._keys[i]: torch.tensor(row) for i, row in zip(packed["at"].tolist(), packed["found"], strict=True)}
 
     def collect_maxima(self, packed: Arrays) -> torch.Tensor:
-        """See `Observation`."""
-        return self._verified.severities(self._found(packed))
+        """See `FeatureObservation`."""
+        return self._verified.compute_severities(self._found(packed))
 
-    def sums(self, plan: SamplePlan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
-        """See `Observation`."""
-        rows = self._verified.rows(self._found(packed), extremes)
+    def collect_sums(self, plan: AgreedSampleSettings, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+        """See `FeatureObservation`."""
+        rows = self._verified.collect_sums(self._found(packed), extremes)
         parts = {3: torch.tensor(packed["outputs"]), 4: rows, 6: torch.tensor(packed["gradients"])}
         return {lane: part.flatten() for lane, part in parts.items()}
 
-    def combine_all_ranks(self, plan: SamplePlan, sums: Lanes, extremes: torch.Tensor) -> ProductsOfRanks:
-        """See `Observation`."""
+    def combine_all_ranks(self, plan: AgreedSampleSettings, sums: Lanes, extremes: torch.Tensor) -> ProductsOfRanks:
+        """See `FeatureObservation`."""
         rows = zip(self._outputs, sums[3].view(-1, len(SUMS) + 1), strict=True)
         verified = self._verified.unpack_all_ranks(sums[4]) | self._gradients.unpack_all_ranks(sums[6])
         return ProductsOfRanks({key: row for key, row in rows if row[-1] > 0}, verified)
 
     def compute_single_rank_result(self, found: ProductsOfRank) -> ProductsOfRanks:
-        """See `Observation`."""
-        gradients = self._gradients.unpack_all_ranks(self._gradients.rows(found.gradients))
+        """See `FeatureObservation`."""
+        gradients = self._gradients.unpack_all_ranks(self._gradients.collect_sums(found.gradients))
         return ProductsOfRanks(found.outputs, self._verified.compute_single_rank_result(found.products) | gradients)
 
-    def rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
-        """See `Observation`."""
+    def make_table_rows(self, sampled: CombinedObservations) -> dict[str, Columns]:
+        """See `FeatureObservation`."""
         found: ProductsOfRanks = sampled.whole[self.name]
         return {
             OUTPUTS.name: output_columns(found.outputs, sampled.kinds, sampled.casts),
-            VERIFICATION.name: verification_columns(found.products, sampled.kinds, self._rows, sampled.step),
+            VERIFICATION.name: make_verification_columns(found.products, sampled.kinds, self._rows, sampled.step),
         }

@@ -14,17 +14,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...capture.backends.base import Args, Kwargs, read_raw_weight
-from ...capture.backends.parallel import find_sequence_part, is_summed_over_ranks
-from ...capture.backends.transformer_engine.casts import find_backward_state, is_quantized
-from ...capture.dispatcher import Dispatcher
+from ...capture.backends.parallel import find_sequence_split, is_summed_over_ranks
+from ...capture.backends.transformer_engine.casts import find_backward_state, is_quantized_tensor
+from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
-from ...capture.operator_mode import Collectives
+from ...capture.operator_mode import CollectiveMode
 from ...capture.patching import find_emulation
-from ...capture.tensors import is_dtensor, take_local_part, view_as_multiplied
+from ...capture.tensors import cast_like_autocast, is_dtensor, take_local_part
 from ...capture.weight_gradients import adds_to_main_grad
 from ...numerics.block_scaling import view_as_matrix
 from .checks import ProductChecks
-from .nodes import find_bias, find_product_node, watch_node
+from .nodes import find_added_bias, find_product_node, watch_product_gradients
 from .verification import ADDED_UP, HOOKED, INSIDE, NOT_SEEN, UNKNOWN_CAST
 
 _LOOKING = "while looking at what a GEMM returned"
@@ -36,7 +36,7 @@ class ResultObserver:
     """Observes the results of one GEMM in a forward call and its backward. Keeps no activation and no node alive."""
 
     def __init__(
-        self, gemm: Gemm, checks: ProductChecks, args: Args, kwargs: Kwargs, guard: Guard, dispatcher: Dispatcher
+        self, gemm: Gemm, checks: ProductChecks, args: Args, kwargs: Kwargs, guard: Guard, dispatcher: EventDispatcher
     ) -> None:
         """
         Args:
@@ -49,7 +49,7 @@ class ResultObserver:
         self._args = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
         self._kwargs = kwargs
         for product, roles in _OPERANDS.items():
-            if set(roles) & set(gemm.unseen):
+            if set(roles) & set(gemm.unobserved_roles):
                 checks.mark_uncheckable(product, INSIDE)
         why = UNKNOWN_CAST if gemm.backend.foreign(gemm.module) else HOOKED if changes_operands(gemm.module) else 0
         for product in _OPERANDS if why else ():
@@ -65,7 +65,7 @@ class ResultObserver:
             return 0, 0
         return x.numel() // max(x.shape[-1], 1), weight.shape[0]
 
-    def see(self, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
+    def observe_output(self, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
         """Observe the output and the node in the autograd graph that made it.
 
         Args:
@@ -81,14 +81,14 @@ class ResultObserver:
         self._see_gradients(y, _first_tensor(given), stored.parameter if stored else weight)
 
     def _see_output(self, y: torch.Tensor) -> None:
-        if is_quantized(y) or self._gemm.part.startswith("fc1"):
+        if is_quantized_tensor(y) or self._gemm.part.startswith("fc1"):
             self._checks.mark_uncheckable("fprop", INSIDE)
         elif is_summed_over_ranks(self._gemm.module, "fprop"):
-            if not self._checks.is_returned("fprop"):
+            if not self._checks.has_result("fprop"):
                 self._checks.mark_uncheckable("fprop", ADDED_UP)
         elif (mine := self._part_of_sequence("column", self._mine(y))) is not None:
-            bias = find_bias(self._gemm.module)
-            self._checks.add_product_result("fprop", mine, None if bias is None else view_as_multiplied(bias))
+            bias = find_added_bias(self._gemm.module)
+            self._checks.add_product_result("fprop", mine, None if bias is None else cast_like_autocast(bias))
 
     def _see_gradients(self, y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> None:
         found = find_product_node(y, x, weight)
@@ -101,12 +101,16 @@ class ResultObserver:
                 self._checks.mark_not_computed(product)
             elif place is None:
                 self._checks.mark_uncheckable(product, INSIDE)
-            elif not found.needs(place):
+            elif not found.needs_input_gradient(place):
                 self._checks.mark_not_computed(product)
         mode = None
         if is_summed_over_ranks(self._gemm.module, "dgrad") and weight is not None and weight.dim() == 2:
             mode = UnreducedResultMode(self._checks, "dgrad", (y.numel() // max(y.shape[-1], 1), weight.shape[1]))
-        fused = MainGrad(self._gemm, self._checks, find_backward_state(y)) if adds_to_main_grad(self._gemm.module) else None
+        fused = (
+            MainGradWatcher(self._gemm, self._checks, find_backward_state(y))
+            if adds_to_main_grad(self._gemm.module)
+            else None
+        )
         around = [part for part in (mode, fused) if part is not None]
 
         def begin(grads: Any) -> None:
@@ -119,7 +123,7 @@ class ResultObserver:
                 for part in around:
                     part.end()
 
-        watch_node(self._dispatcher, partial(self._guard, _LOOKING), found, self._take, begin, end)
+        watch_product_gradients(self._dispatcher, partial(self._guard, _LOOKING), found, self._take, begin, end)
 
     def _see_multiplied_gradient(self, grads: Any) -> None:
         if find_emulation(self._gemm.module) is None and grads and isinstance(grads[0], torch.Tensor):
@@ -133,7 +137,7 @@ class ResultObserver:
 
     def _part_of_sequence(self, kind: str, x: torch.Tensor | None) -> torch.Tensor | None:
         """Return this rank's rows of a result that has the rows of all ranks that split the sequence."""
-        part = find_sequence_part(self._gemm.module, kind)
+        part = find_sequence_split(self._gemm.module, kind)
         if part is None or x is None:
             return x
         rank, size = part
@@ -142,7 +146,7 @@ class ResultObserver:
 
     def _take(self, product: str, grad: torch.Tensor | None) -> None:
         with self._guard(_LOOKING):
-            if self._checks.is_returned(product):
+            if self._checks.has_result(product):
                 return
             mine = grad if grad is None or product == "wgrad" else self._part_of_sequence("row", self._mine(grad))
             if mine is None:
@@ -155,7 +159,7 @@ class ResultObserver:
                 self._checks.add_product_result(product, mine)
 
 
-class UnreducedResultMode(Collectives):
+class UnreducedResultMode(CollectiveMode):
     """Takes a result before it is summed over ranks."""
 
     def __init__(self, checks: ProductChecks, product: str, shape: tuple[int, int] = (0, 0)) -> None:
@@ -166,7 +170,7 @@ class UnreducedResultMode(Collectives):
         super().__init__()
         self._checks, self._product, self.shape = checks, product, shape
 
-    def before(self, func: Any, args: Any) -> None:
+    def on_collective_start(self, func: Any, args: Any) -> None:
         """Take the first tensor of the result's shape."""
         for x in tree_leaves(args) if "reduce" in func.overloadpacket.__name__ else ():
             is_matrix = isinstance(x, torch.Tensor) and x.dim() > 1 and x.is_floating_point() and x.element_size() > 1
@@ -174,7 +178,7 @@ class UnreducedResultMode(Collectives):
                 self._checks.add_product_result(self._product, x)
 
 
-class MainGrad:
+class MainGradWatcher:
     """The gradient of a weight that a GEMM adds to `main_grad` instead of passing it to autograd."""
 
     def __init__(self, gemm: Gemm, checks: ProductChecks, call: Any) -> None:
@@ -189,7 +193,7 @@ class MainGrad:
     def begin(self) -> None:
         """Copy the gradient before the GEMM runs."""
         grad = self._gradient()
-        self._before = None if grad is None or self._overwrites else self._checks.block(grad)
+        self._before = None if grad is None or self._overwrites else self._checks.copy_compared_block(grad)
 
     def end(self) -> None:
         """Pass on the gradient after the GEMM has run."""

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from ...analysis import thresholds
-from ...analysis.diagnosis.facts import Facts, Records, define_fact
+from ...analysis.diagnosis.facts import DiagnosedRecords, Facts, define_fact
 from ...analysis.diagnosis.finding import Finding
-from ...analysis.diagnosis.rule import rule
+from ...analysis.diagnosis.rule import register_rule
 from ...core.keys import RESULTS, ROLES, SHOWN_AS
 from ...core.text import format_number
 from .table import OUTPUTS, VERIFICATION
@@ -39,9 +39,9 @@ class FirstWrongProduct(NamedTuple):
 
 
 @define_fact
-def wrong_products(records: Records) -> list[FirstWrongProduct]:
+def wrong_products(records: DiagnosedRecords) -> list[FirstWrongProduct]:
     """Return the first wrong product and the first wrong reduction."""
-    rows = records.run.table(VERIFICATION.name)
+    rows = records.run.read_table(VERIFICATION.name)
     reduced = pl.col("product") == _REDUCTION
     return [found for some in (~reduced, reduced) if (found := _first(rows.filter(some))) is not None]
 
@@ -57,7 +57,9 @@ def _first(rows: pl.DataFrame) -> FirstWrongProduct | None:
     return FirstWrongProduct(row, len(others) - 1, len(later), int((later["outcome"] == "beyond").sum()))
 
 
-@rule("wrong product", ("wrong_product", "wrong_reduction"), (wrong_products,), event="product", needs_no_baseline=True)
+@register_rule(
+    "wrong product", ("wrong_product", "wrong_reduction"), (wrong_products,), event="product", needs_no_baseline=True
+)
 def find_wrong_products(facts: Facts) -> Iterator[Finding]:
     """Name a product or a sum over ranks that exceeds its error bound. This rule needs no baseline.
 
@@ -109,17 +111,17 @@ def _place(row: Mapping[str, Any]) -> str:
 # The effect of an operand's error on outputs --------------------------------------------------------------------------
 
 
-def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
+def describe_culprit(found: Finding, records: DiagnosedRecords) -> Iterator[str]:
     """Describe whether the culprit's error reaches outputs, and which operands cause the errors of its layer's products.
 
     Args:
         found: a finding about an operand.
     """
-    rows = records.run.table(OUTPUTS.name)
-    reached = _describe_reach(found, rows, None if records.baseline is None else records.baseline.table(OUTPUTS.name))
+    rows = records.run.read_table(OUTPUTS.name)
+    reached = _describe_reach(found, rows, None if records.baseline is None else records.baseline.read_table(OUTPUTS.name))
     if reached:
         yield reached
-    verified = records.run.table(VERIFICATION.name)
+    verified = records.run.read_table(VERIFICATION.name)
     for product, result in RESULTS.items():
         here = (pl.col("layer") == found.layer) & (pl.col("product") == product) & (pl.col("step") >= (found.since or 0))
         shares = _share_errors(rows.filter(here), verified.filter(here))
@@ -161,10 +163,10 @@ def _share_errors(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str
     rounding = (known.filter(known.is_finite()) ** 2).mean()
     if isinstance(rounding, float):
         parts["of accumulation and rounding"] = rounding
-    return compute_shares(parts)
+    return compute_percentages(parts)
 
 
-def compute_shares(parts: Mapping[str, float]) -> dict[str, float]:
+def compute_percentages(parts: Mapping[str, float]) -> dict[str, float]:
     """Return each part in percent of the total, largest first. Return no parts if the total is zero."""
     total = sum(parts.values())
     shares = {what: 100 * value / total for what, value in parts.items()} if total > 0 else {}

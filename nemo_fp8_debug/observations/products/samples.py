@@ -15,31 +15,39 @@ from typing import Any
 
 import torch
 
-from ...capture.backends.base import Args, Kwargs, ScaleInUse
+from ...capture.backends.base import Args, CastInUse, Kwargs
 from ...capture.backends.parallel import is_summed_over_ranks
-from ...capture.dispatcher import Dispatcher
+from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
-from ...capture.operands import Operand
+from ...capture.operands import OperandAccumulator
 from ...capture.patching import find_emulation
-from ...capture.tensors import take_local_part, view_as_multiplied
+from ...capture.tensors import cast_like_autocast, take_local_part
 from ...kernels import quantize_dequantize
-from ...numerics.block_scaling import BlockRule, view_as_matrix
-from ...numerics.gemm_error import PRODUCTS, ProductTerms, RowSample, Side, compute_product_scale, sample_places, take_rows
+from ...numerics.block_scaling import BlockScalingRule, view_as_matrix
+from ...numerics.gemm_error import (
+    PRODUCTS,
+    ProductTerms,
+    RowSample,
+    Side,
+    compute_current_scale,
+    copy_quantized_rows,
+    sample_indices,
+)
 from ...numerics.tensor_scaling import CurrentScaling
-from .checks import CheckQueue, MultipliedRows, ProductChecks
+from .checks import CheckQueue, MultipliedOperandRows, ProductChecks
 from .results import ResultObserver, UnreducedResultMode
 from .verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 
 
-def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
+def _scale(m: torch.Tensor, cast: CastInUse) -> torch.Tensor | BlockScalingRule:
     """Return the scale of a whole operand, on its device, or the rule of its blocks."""
     if isinstance(cast.scale, CurrentScaling):
-        return compute_product_scale(m, cast.scale, cast.format)
+        return compute_current_scale(m, cast.scale, cast.format)
     return cast.scale.to(m.device) if isinstance(cast.scale, torch.Tensor) else cast.scale
 
 
 @dataclass(frozen=True)
-class ProductOptions:
+class ProductMeasurementOptions:
     """The measurements of products to make in addition to observing operands."""
 
     #: number of rows and columns of each product to measure errors on
@@ -50,7 +58,7 @@ class ProductOptions:
     keeps_gradients: bool = False
 
     @property
-    def rows(self) -> int:
+    def copied_rows(self) -> int:
         """Number of rows and columns to copy. Both measurements use the same rows and columns."""
         return max(self.errors, self.verify)
 
@@ -61,21 +69,21 @@ class _Kept:
 
     #: the rows and their quantized values, or None if they are not needed or not known
     rows: RowSample | None
-    used: MultipliedRows
+    used: MultipliedOperandRows
 
 
-class Products:
+class GemmProducts:
     """The three products of one GEMM in the first counted call of a step."""
 
     def __init__(
         self,
         gemm: Gemm,
-        operands: Mapping[str, Operand],
-        chosen: ProductOptions,
+        operands: Mapping[str, OperandAccumulator],
+        chosen: ProductMeasurementOptions,
         step: int,
         guard: Callable[[str], AbstractContextManager[None]],
         queue: CheckQueue,
-        dispatcher: Dispatcher,
+        dispatcher: EventDispatcher,
     ) -> None:
         """
         Args:
@@ -95,10 +103,10 @@ class Products:
         #: rows of this call's dW, computed exactly and from quantized operands, kept until the optimizer has stepped
         self.weight_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
         self._counted = False
-        self._checks = ProductChecks(chosen.rows, step, queue) if chosen.verify else None
+        self._checks = ProductChecks(chosen.copied_rows, step, queue) if chosen.verify else None
         self._results: ResultObserver | None = None
 
-    def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
+    def add_operand(self, role: str, x: torch.Tensor, call: int, use: CastInUse | None) -> None:
         """Copy the needed rows of an operand, and keep no reference to the operand. X determines which call counts.
 
         Args:
@@ -121,7 +129,7 @@ class Products:
         """True if the module sums its output over ranks, and we check the output."""
         return self._checks is not None and is_summed_over_ranks(self._gemm.module, "fprop")
 
-    def watch_sums(self) -> UnreducedResultMode | None:
+    def make_unreduced_result_mode(self) -> UnreducedResultMode | None:
         """Return a mode that sees the sums of the call that is about to run, or None if they are not checked."""
         if self._results is None or self._checks is None:
             return None
@@ -145,22 +153,22 @@ class Products:
         results, self._results = self._results, None
         if results and call == self._call:
             with self._guard("while looking at what a GEMM returned"):
-                results.see(given, weight, out)
+                results.observe_output(given, weight, out)
 
-    def _take(self, role: str, m: torch.Tensor, use: ScaleInUse) -> None:
-        scales: dict[int, torch.Tensor | BlockRule] = {}  # most operands have the same cast in both of their products
+    def _take(self, role: str, m: torch.Tensor, use: CastInUse) -> None:
+        scales: dict[int, torch.Tensor | BlockScalingRule] = {}  # most operands have the same cast in both of their products
         for product, sides in PRODUCTS.items():
             cast = use.select_product_cast(product)
             for second, side in enumerate(sides):
                 if side[0] != role or product in self._done:
                     continue
                 of = m.t() if side[1] else m
-                at = sample_places(len(of), self._chosen.rows, m.device, self._step, bool(second))
+                at = sample_indices(len(of), self._chosen.copied_rows, m.device, self._step, bool(second))
                 rows = None
                 if cast is not None and use.source != "stored" and (self._chosen.errors or _is_quantized(cast)):
                     if id(cast) not in scales:
                         scales[id(cast)] = _scale(m, cast)
-                    rows = take_rows(of, at, scales[id(cast)], role, cast.format)
+                    rows = copy_quantized_rows(of, at, scales[id(cast)], role, cast.format)
                 scale = scales.get(id(cast))
                 self._kept[side] = _Kept(rows, self._used(side, of, at, rows, scale, use, cast))
             self._multiply(product, *sides)
@@ -171,25 +179,27 @@ class Products:
         of: torch.Tensor,
         at: torch.Tensor,
         rows: RowSample | None,
-        scale: torch.Tensor | BlockRule | None,
-        use: ScaleInUse,
-        cast: ScaleInUse | None,
-    ) -> MultipliedRows:
+        scale: torch.Tensor | BlockScalingRule | None,
+        use: CastInUse,
+        cast: CastInUse | None,
+    ) -> MultipliedOperandRows:
         """Return the rows in the form in which the GEMM multiplies them."""
         if not self._checks:
-            return MultipliedRows(None, len(of))
+            return MultipliedOperandRows(None, len(of))
         if reason := _untold(side, use, cast):
-            return MultipliedRows(None, len(of), reason)
+            return MultipliedOperandRows(None, len(of), reason)
         assert cast is not None
         if use.decoded is not None:
             codes = view_as_matrix(use.decoded.values)
-            return MultipliedRows((codes.t() if side[1] else codes).index_select(0, at), len(of), quantized=True)
+            return MultipliedOperandRows((codes.t() if side[1] else codes).index_select(0, at), len(of), quantized=True)
         if not _is_quantized(cast):
-            return MultipliedRows(view_as_multiplied(of.index_select(0, at) if rows is None else rows.values), len(of))
+            return MultipliedOperandRows(
+                cast_like_autocast(of.index_select(0, at) if rows is None else rows.values), len(of)
+            )
         assert rows is not None and scale is not None
         if not find_emulation(self._gemm.module):
-            return MultipliedRows(rows.quantized, len(of), quantized=True)
-        return MultipliedRows(_emulated(side, of, at, rows, scale, cast), len(of))
+            return MultipliedOperandRows(rows.quantized, len(of), quantized=True)
+        return MultipliedOperandRows(_emulated(side, of, at, rows, scale, cast), len(of))
 
     def _multiply(self, product: str, first: Side, second: Side) -> None:
         """Compute a product once both operands have arrived. Operands whose summed dimensions differ give no product."""
@@ -198,19 +208,19 @@ class Products:
             self._done.add(product)
             terms = None
             if self._chosen.errors and a.rows and b.rows and a.rows.values.shape[1] == b.rows.values.shape[1]:
-                terms = ProductTerms.product(a.rows, b.rows)
-                self._sums[product] = terms.sums()
+                terms = ProductTerms.from_rows(a.rows, b.rows)
+                self._sums[product] = terms.error_sums()
                 if product == "wgrad" and self._chosen.keeps_gradients:
-                    self.weight_gradient = terms.values, terms.values + terms.error
+                    self.weight_gradient = terms.values, terms.values + terms.output_error
             if self._checks:
                 splits = self._gemm.backend.splits_accumulator(self._gemm.module, product)
                 self._checks.add_product_operands(product, a.used, b.used, splits, _exact(a, b, terms))
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each sum by the result of `to`."""
         self._sums = {product: to(sums) for product, sums in self._sums.items()}
 
-    def sums(self) -> dict[tuple[str, str], torch.Tensor]:
+    def collect_output_sums(self) -> dict[tuple[str, str], torch.Tensor]:
         """Return this rank's `OutputSums` in host memory.
 
         Return an empty mapping if this rank's X and dY are copies of tensors that another rank counts.
@@ -219,7 +229,7 @@ class Products:
             return {}
         return {(self.name, product): torch.cat([sums.cpu(), torch.ones(1)]) for product, sums in self._sums.items()}
 
-    def checks(self) -> dict[tuple[str, str], torch.Tensor]:
+    def collect_product_checks(self) -> dict[tuple[str, str], torch.Tensor]:
         """Return this rank's `ProductChecks.collect_product_errors`, even if its operands are counted on another rank."""
         return (
             {(self.name, product): found for product, found in self._checks.collect_product_errors().items()}
@@ -235,12 +245,12 @@ def _exact(a: _Kept, b: _Kept, terms: ProductTerms | None) -> torch.Tensor | Non
     if a.used.rows is a.rows.values and b.used.rows is b.rows.values:
         return terms.values
     if a.used.rows is a.rows.quantized and b.used.rows is b.rows.quantized:
-        return terms.values + terms.error
+        return terms.values + terms.output_error
     return None
 
 
 def _emulated(
-    side: Side, of: torch.Tensor, at: torch.Tensor, rows: RowSample, scale: torch.Tensor | BlockRule, cast: ScaleInUse
+    side: Side, of: torch.Tensor, at: torch.Tensor, rows: RowSample, scale: torch.Tensor | BlockScalingRule, cast: CastInUse
 ) -> torch.Tensor:
     """Return rows as the emulation casts them: rounded to the operand's dtype, and with the same copy for both products."""
     if isinstance(scale, torch.Tensor):
@@ -250,13 +260,13 @@ def _emulated(
     return rows.quantized.to(of.dtype)
 
 
-def _is_quantized(cast: ScaleInUse) -> bool:
+def _is_quantized(cast: CastInUse) -> bool:
     return cast.source in ("engine", "expected")
 
 
-def _untold(side: Side, use: ScaleInUse, cast: ScaleInUse | None) -> int:
+def _untold(side: Side, use: CastInUse, cast: CastInUse | None) -> int:
     """Return why the GEMM's operand is unknown, an index into `REASONS`, or 0 if the operand is known."""
-    if use.decoded is not None and side[1] and isinstance(use.scale, BlockRule):
+    if use.decoded is not None and side[1] and isinstance(use.scale, BlockScalingRule):
         return STORED
     if "unknown" in (use.source, cast and cast.source):
         return UNKNOWN_CAST

@@ -6,7 +6,7 @@ import math
 
 from ...core.keys import RESULTS
 from ...core.sample import Sample
-from ...record.scalars import StepSummary, Tags
+from ...record.scalars import ScalarTags, StepSummary
 from .table import OUTPUTS, VERIFICATION
 
 #: names of the scalars in the summary
@@ -16,15 +16,15 @@ LABELS = {
 }
 
 
-def add_scalars(sample: Sample, tags: Tags) -> None:
+def add_scalars(sample: Sample, tags: ScalarTags) -> None:
     """Add the error of each product, and its ratio to the bound."""
-    tags.stream_products(sample.table(OUTPUTS.name), "relative_error", "output_error")
-    tags.stream_products(sample.table(VERIFICATION.name), "error_over_bound", "error_over_bound")
+    tags.add_product_metric(sample.get_table(OUTPUTS.name), "relative_error", "output_error")
+    tags.add_product_metric(sample.get_table(VERIFICATION.name), "error_over_bound", "error_over_bound")
 
 
 def add_summary(sample: Sample, summary: StepSummary) -> None:
     """Add the product with the largest error over bound, and the number of wrong products."""
-    columns = sample.table(VERIFICATION.name)
+    columns = sample.get_table(VERIFICATION.name)
     ratios = [(value, i) for i, value in enumerate(columns.get("error_over_bound", ())) if value is not None]
     if not ratios:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.table import SAMPLE, Table, cast_columns
+from ...core.table import SAMPLE, Table, declare_columns
 
 #: errors of a GEMM's output, and the contribution of each operand
 OUTPUT_METRICS = ("relative_error", "error_of_input", "error_of_weight", "error_of_grad_output")
@@ -10,10 +10,10 @@ OUTPUTS = Table(
     "outputs",
     {
         **SAMPLE,
-        **cast_columns("float64", "consumed_samples"),
-        **cast_columns("string", "layer", "gemm", "product", "recipe", "scale_source"),
-        **cast_columns("int64", "ranks", "experts", "n"),
-        **cast_columns("float64", *OUTPUT_METRICS),
+        **declare_columns("float64", "consumed_samples"),
+        **declare_columns("string", "layer", "gemm", "product", "recipe", "scale_source"),
+        **declare_columns("int64", "ranks", "experts", "n"),
+        **declare_columns("float64", *OUTPUT_METRICS),
     },
 )
 #: a row for each product, and for each gradient summed over ranks
@@ -21,11 +21,11 @@ VERIFICATION = Table(
     "verification",
     {
         **SAMPLE,
-        **cast_columns("float64", "consumed_samples"),
-        **cast_columns("string", "layer", "gemm", "product", "outcome", "reason", "shape"),
-        **cast_columns("int64", "rank", "ranks", "ranks_beyond", "ranks_unknown", "values"),
-        **cast_columns("float64", "error_over_bound", "factor", "relative_error"),
-        **cast_columns("int64", "row", "column", "values_beyond", "rows_beyond", "columns_beyond"),
+        **declare_columns("float64", "consumed_samples"),
+        **declare_columns("string", "layer", "gemm", "product", "outcome", "reason", "shape"),
+        **declare_columns("int64", "rank", "ranks", "ranks_beyond", "ranks_unknown", "values"),
+        **declare_columns("float64", "error_over_bound", "factor", "relative_error"),
+        **declare_columns("int64", "row", "column", "values_beyond", "rows_beyond", "columns_beyond"),
     },
     checks="GEMM results",
     option="verify_rows",

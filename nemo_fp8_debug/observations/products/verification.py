@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...numerics.gemm_error import sample_places
+from ...numerics.gemm_error import sample_indices
 from ...numerics.product_check import CHECKED
 
 #: why a product cannot be checked; ranks exchange the index
@@ -50,7 +50,7 @@ _OF_BLOCK = ("factor", "relative_error", "shape", "row", "column", "values_beyon
 _RANKS = 1 << 15
 
 
-def error_over_bound(found: Mapping[str, float]) -> float:
+def compute_error_over_bound(found: Mapping[str, float]) -> float:
     """Return the largest ratio of an error to its bound, over values, rows, columns and the block."""
     return max(found[name] for name in _RATIOS)
 
@@ -67,7 +67,7 @@ def rank_severities(found: Sequence[torch.Tensor | None], rank: int) -> torch.Te
             continue
         level = 0
         if not of["reason"]:
-            ratio = error_over_bound(of)
+            ratio = compute_error_over_bound(of)
             octaves = math.log2(min(max(ratio, 2.0**-60), 2.0**60)) + 60
             level = _RANKS - 1 if ratio == math.inf else 1 + int(256 * octaves)
         codes.append(level * _RANKS + _RANKS - 1 - rank % _RANKS)
@@ -80,14 +80,14 @@ def of_a_rank(found: torch.Tensor | None, rank: int, is_worst: bool) -> torch.Te
     if found is None:
         return row
     of = dict(zip(FOUND, found.tolist(), strict=True))
-    outcome = 2 if of["reason"] else int(error_over_bound(of) > 1)
+    outcome = 2 if of["reason"] else int(compute_error_over_bound(of) > 1)
     row[outcome], row[3] = 1, of["values"]
     if is_worst:
         row[4], row[5:] = rank, found
     return row
 
 
-def verification_columns(found: ProductsFound, kinds: Mapping[str, str], rows: int, step: int) -> dict[str, list[Any]]:
+def make_verification_columns(found: ProductsFound, kinds: Mapping[str, str], rows: int, step: int) -> dict[str, list[Any]]:
     """Return the columns, with a row for each product.
 
     Args:
@@ -108,7 +108,7 @@ def _rows_of(product: str, rows: int) -> int:
 
 def _row(of: Mapping[str, float], rows: int, step: int) -> dict[str, Any]:
     known = not of["reason"]
-    ratio = error_over_bound(of) if known else None
+    ratio = compute_error_over_bound(of) if known else None
     told: dict[str, Any] = {
         "outcome": "unknown" if ratio is None else "beyond" if ratio > 1 else "within",
         "reason": REASONS[int(of["reason"])] or None,
@@ -146,7 +146,7 @@ def _place(of: Mapping[str, float]) -> tuple[float | None, float | None]:
 
 def _in_whole(place: float | None, n: float, rows: int, step: int, columns: bool) -> int | None:
     """Return the position in the whole result, or None if `place` is None."""
-    return None if place is None else int(sample_places(int(n), rows, torch.device("cpu"), step, columns)[int(place)])
+    return None if place is None else int(sample_indices(int(n), rows, torch.device("cpu"), step, columns)[int(place)])
 
 
 def _shape(of: Mapping[str, float], rows: int) -> str:
@@ -165,7 +165,7 @@ def _shape(of: Mapping[str, float], rows: int) -> str:
     return "all" if of["block_ratio"] > 1 or 8 * of["values_beyond"] >= high * wide else "values"
 
 
-class WorstProducts:
+class WorstProductReduction:
     """This rank's contribution to the two collectives of a sample."""
 
     def __init__(self, keys: Sequence[tuple[str, str]], rank: int) -> None:
@@ -179,18 +179,18 @@ class WorstProducts:
         """Return what `unpack_all_ranks` would return for a run with a single rank."""
         return {key: of_a_rank(of, self._rank, is_worst=True) for key, of in found.items()}
 
-    def severities(self, found: ProductsFound) -> torch.Tensor:
+    def compute_severities(self, found: ProductsFound) -> torch.Tensor:
         """Return the severities, int32 [products]. Their maximum over ranks identifies the rank with the largest error."""
         return rank_severities([found.get(key) for key in self._keys], self._rank)
 
-    def rows(self, found: ProductsFound, worst: torch.Tensor) -> torch.Tensor:
+    def collect_sums(self, found: ProductsFound, worst: torch.Tensor) -> torch.Tensor:
         """Return numbers to be summed over ranks, float64 [products, columns].
 
         Args:
             worst: int32 [products], the maximum over ranks.
         """
         none = torch.zeros(0, len(OF_RANKS), dtype=torch.float64)
-        mine = (self.severities(found) == worst).tolist()
+        mine = (self.compute_severities(found) == worst).tolist()
         rows = [of_a_rank(found.get(key), self._rank, is_mine) for key, is_mine in zip(self._keys, mine, strict=True)]
         return torch.stack(rows) if rows else none
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from ...capture.backends.base import StoredCodes, read_raw_weight
-from ...capture.backends.parallel import find_shared_part
-from ...capture.backends.transformer_engine.casts import is_quantized
-from ...capture.dispatcher import Dispatcher
+from ...capture.backends.parallel import find_replica_part_index
+from ...capture.backends.transformer_engine.casts import is_quantized_tensor
+from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
-from ...capture.optimizer_weights import MasterWeights, is_split_by_zero, list_stepped_weights
+from ...capture.optimizer_weights import MasterWeights, is_optimizer_state_sharded, list_optimizer_weights
 from ...capture.tensors import is_dtensor, take_local_part
-from ...numerics.formats import is_representable
+from ...numerics.formats import is_nearest_code
 from .comparison import Checksums
 
 _COMPARING = "while comparing copies over ranks"
@@ -30,15 +30,15 @@ _MULTIPLIER, _OFFSET = -7046029254386353131, 1442695040888963407  # 2^64 / golde
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
-def checksum(x: torch.Tensor) -> torch.Tensor:
+def compute_checksum(x: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a tensor's bits and positions, an int64 scalar on its device, without host synchronization.
 
     A change of a single value always changes the checksum: each value is multiplied by its own odd number, modulo 2^64.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0])
-        >>> bool(checksum(x) == checksum(x.clone())), bool(checksum(x) == checksum(x.flip(0)))
-        (True, False)
+        >>> [bool(compute_checksum(x) == compute_checksum(other)) for other in (x.clone(), x.flip(0))]
+        [True, False]
     """
     bits = x.detach().contiguous().view(_BITS[x.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
@@ -49,7 +49,7 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     return total + len(bits)
 
 
-class ReplicaChecks:
+class ReplicaChecksums:
     """Checksums of one sampled step on this rank."""
 
     def __init__(
@@ -70,20 +70,20 @@ class ReplicaChecks:
         self._alone = is_alone
         self._found: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
 
-    def subscribe(self, dispatcher: Dispatcher) -> None:
+    def subscribe(self, dispatcher: EventDispatcher) -> None:
         """Observe gradients when an optimizer steps."""
         guard = partial(self._guard, _COMPARING)
         dispatcher.watch_optimizer(guard, self._before_step)
         dispatcher.watch_optimizer(guard, self._masters.add_optimizer)
 
-    def see(self, name: str, role: str, x: torch.Tensor) -> None:
+    def add_tensor(self, name: str, role: str, x: torch.Tensor) -> None:
         """Compute the checksum of a tensor. Only the first call for each tensor in a step counts."""
         if (name, role) in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
-            part = None if is_dtensor(x) or self._alone else find_shared_part(self._gemms[name].module, role)
+            part = None if is_dtensor(x) or self._alone else find_replica_part_index(self._gemms[name].module, role)
             if part is not None and x.numel():
-                self._found[name, role] = part, checksum(x)
+                self._found[name, role] = part, compute_checksum(x)
             if role == "weight":
                 self._see_master(self._gemms[name])
 
@@ -92,13 +92,13 @@ class ReplicaChecks:
         if (name, "weight") in self._found or (name, "master") in self._found or name not in self._gemms:
             return
         with self._guard(_COMPARING):
-            codes, parameter = stored.decoded(), stored.parameter
-            self.see(name, "weight", codes.values)
+            codes, parameter = stored.decode_values(), stored.parameter
+            self.add_tensor(name, "weight", codes.values)
             master = self._masters.find_master(parameter)
             if master is not None and master[0].numel():
                 values, start = master
-                mine = codes if values.numel() == codes.values.numel() else codes.part(start, values.numel())
-                self._found[name, "master"] = 0, (~is_representable(mine, values, parameter.dtype)).long()
+                mine = codes if values.numel() == codes.values.numel() else codes.slice_values(start, values.numel())
+                self._found[name, "master"] = 0, (~is_nearest_code(mine, values, parameter.dtype)).long()
 
     def _see_master(self, gemm: Gemm) -> None:
         """Compare a parameter with this rank's part of its master weight.
@@ -106,7 +106,7 @@ class ReplicaChecks:
         Store 0 if the parameter equals the rounded master weight, otherwise 1.
         """
         parameter: Any = read_raw_weight(gemm.module) if not gemm.part else None
-        if parameter is None or is_dtensor(parameter) or is_quantized(parameter):
+        if parameter is None or is_dtensor(parameter) or is_quantized_tensor(parameter):
             return
         if parameter.dtype not in (torch.bfloat16, torch.float16):
             return
@@ -118,11 +118,11 @@ class ReplicaChecks:
             self._found[gemm.name, "master"] = 0, differs.any().long()
 
     def _before_step(self, optimizer: Any) -> None:
-        for stepped in () if self._alone else list_stepped_weights(optimizer, self._gemms):
+        for stepped in () if self._alone else list_optimizer_weights(optimizer, self._gemms):
             if (grad := _whole_gradient(stepped.weight)) is not None:
-                self.see(stepped.name, "weight_gradient", grad)
+                self.add_tensor(stepped.name, "weight_gradient", grad)
 
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move_tensors(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each checksum by the result of `to`."""
         self._found = {key: (part, to(found)) for key, (part, found) in self._found.items()}
 
@@ -136,7 +136,7 @@ class ReplicaChecks:
 
 def _whole_gradient(weight: Any) -> torch.Tensor | None:
     """Return an optimizer's gradient if each rank has the whole gradient. Ranks of a sharded optimizer have no copies."""
-    if is_split_by_zero(weight):
+    if is_optimizer_state_sharded(weight):
         return None
     main = getattr(weight, "main_grad", None)
     if main is not None:

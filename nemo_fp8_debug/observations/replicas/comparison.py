@@ -17,7 +17,7 @@ from ..operands.tensors import NONE
 _COLUMNS = 5
 
 
-class ReplicaComparison:
+class ReplicaReduction:
     """This rank's contribution to the two collectives."""
 
     def __init__(self, names: Sequence[str], slots: Mapping[str, int], rank: int) -> None:
@@ -33,7 +33,7 @@ class ReplicaComparison:
                 self._place[name, what] = self.size, parts
                 self.size += parts
 
-    def slots(self, found: Checksums) -> Array:
+    def list_slot_checksums(self, found: Checksums) -> Array:
         """Return the slot and the checksum of each copy on this rank, int64 [n, 2]."""
         places = [(self._place.get(key), part, checksum) for key, (part, checksum) in found.items()]
         rows = [(place[0] + part, checksum) for place, part, checksum in places if place and part < place[1]]
@@ -49,11 +49,11 @@ class ReplicaComparison:
             made[0, slot], made[1, slot] = checksum, -checksum
         return made.flatten()
 
-    def rows(self, slots: Array, extremes: torch.Tensor) -> torch.Tensor:
+    def collect_sums(self, slots: Array, extremes: torch.Tensor) -> torch.Tensor:
         """Return the numbers to be summed over ranks, float64 [slots, columns].
 
         Args:
-            slots: result of `slots`.
+            slots: result of `list_slot_checksums`.
             extremes: maxima over ranks.
         """
         largest, smallest = extremes.view(2, -1)
@@ -126,7 +126,7 @@ class ReplicaResult:
         return "no copy" if not self.ranks else "apart" if self.apart else "equal"
 
 
-def replica_columns(found: Mapping[tuple[str, str], ReplicaResult], kinds: Mapping[str, str]) -> dict[str, list[Any]]:
+def make_replica_columns(found: Mapping[tuple[str, str], ReplicaResult], kinds: Mapping[str, str]) -> dict[str, list[Any]]:
     """Return a row for each tensor that ranks may have copies of.
 
     Args:

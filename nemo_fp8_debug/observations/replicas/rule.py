@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from ...analysis.diagnosis.facts import Facts, Records, define_fact
+from ...analysis.diagnosis.facts import DiagnosedRecords, Facts, define_fact
 from ...analysis.diagnosis.finding import Finding
-from ...analysis.diagnosis.rule import rule
+from ...analysis.diagnosis.rule import register_rule
 
 _SHOWN = {"master": "the master weight", "weight": "W", "weight_gradient": "the reduced dW", "input": "X"}
 #: order of the tensors within a step
@@ -27,9 +27,9 @@ class CopiesApart(NamedTuple):
 
 
 @define_fact
-def copies_apart(records: Records) -> CopiesApart | None:
+def copies_apart(records: DiagnosedRecords) -> CopiesApart | None:
     """Return the first copies that differ. Within a step, the order is that of `_ORDER`."""
-    rows = records.run.table("replicas")
+    rows = records.run.read_table("replicas")
     apart = rows.filter(pl.col("outcome") == "apart")
     if apart.is_empty():
         return None
@@ -39,7 +39,7 @@ def copies_apart(records: Records) -> CopiesApart | None:
     return CopiesApart(row, len(apart.filter(step=row["step"])) - 1, int(equal[-1]) if len(equal) else None)
 
 
-@rule("replicas", ("replicas",), (copies_apart,), event="replica", needs_no_baseline=True)
+@register_rule("replicas", ("replicas",), (copies_apart,), event="replica", needs_no_baseline=True)
 def find_copies_apart(facts: Facts) -> Iterator[Finding]:
     """Name copies that differ although they must be equal on all ranks. This rule needs no baseline.
 

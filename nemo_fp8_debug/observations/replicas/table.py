@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ...core.table import SAMPLE, Table, cast_columns
+from ...core.table import SAMPLE, Table, declare_columns
 
 TABLES = (
     Table(
         "replicas",
         {
             **SAMPLE,
-            **cast_columns("float64", "consumed_samples"),
-            **cast_columns("string", "layer", "gemm", "what", "outcome"),
-            **cast_columns("int64", "ranks", "ranks_apart", "rank"),
+            **declare_columns("float64", "consumed_samples"),
+            **declare_columns("string", "layer", "gemm", "what", "outcome"),
+            **declare_columns("int64", "ranks", "ranks_apart", "rank"),
         },
     ),
 )

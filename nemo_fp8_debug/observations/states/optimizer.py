@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from ...capture.backends.base import make_unquantized_cast
-from ...capture.dispatcher import Dispatcher
+from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
 from ...capture.operand_stats import OperandStats
-from ...capture.operands import Operand, UncastOperand
-from ...capture.optimizer_weights import SteppedWeight, list_stepped_weights
+from ...capture.operands import OperandAccumulator, UncastAccumulator
+from ...capture.optimizer_weights import OptimizerWeight, list_optimizer_weights
 from ...capture.tensors import is_dtensor
 from ...capture.weight_gradients import WeightGradient
 from ...core.keys import STATES, Key
-from ...numerics.adam import UPDATE_SUMS, Adam, AdamValues, update_sums
-from ...numerics.gemm_error import sample_places
+from ...numerics.adam import UPDATE_SUMS, Adam, AdamValues, compute_update_sums
+from ...numerics.gemm_error import sample_indices
 from ...numerics.recipe import Recipe
 from .table import UPDATE_METRICS
 
@@ -82,12 +82,12 @@ class UpdateSample:
         self._before = self._held(weight, first, second)
         self._gradient = self._picked(gradient)
 
-    def sums(
+    def compute_update_sums(
         self, adam: Adam, weight: Any, first: Any, second: Any, products: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Return the result of `update_sums`. Call this after the optimizer's step."""
+        """Return the result of `compute_update_sums`. Call this after the optimizer's step."""
         after = self._held(weight, first, second)
-        return update_sums(adam, self._before, after, self._gradient, products, weight.dtype == torch.float32)
+        return compute_update_sums(adam, self._before, after, self._gradient, products, weight.dtype == torch.float32)
 
     def _held(self, weight: Any, first: Any, second: Any) -> AdamValues:
         picked = self._picked(weight)
@@ -96,11 +96,11 @@ class UpdateSample:
     def _picked(self, x: Any) -> torch.Tensor:
         if is_dtensor(x) or not isinstance(x, torch.Tensor) or tuple(x.shape) != self._shape or x.dim() != 2:
             raise LookupError("weight, moments and gradient are not matrices of one shape")
-        rows, columns = (sample_places(n, self._k, x.device, self._step, bool(i)) for i, n in enumerate(x.shape))
+        rows, columns = (sample_indices(n, self._k, x.device, self._step, bool(i)) for i, n in enumerate(x.shape))
         return x.detach().index_select(0, rows).index_select(1, columns).double()
 
 
-def update_columns(stats: Sequence[OperandStats]) -> dict[str, dict[str, float | None]]:
+def make_update_columns(stats: Sequence[OperandStats]) -> dict[str, dict[str, float | None]]:
     """Return `UPDATE_METRICS` of the weights whose steps were compared with exact ones, by layer."""
     known = [(s.key[0], s.further) for s in stats if s.key[1] == "update" and s.further is not None and s.further[0] > 0]
     return {layer: of_update(sums) for layer, sums in known}
@@ -139,12 +139,12 @@ _GRADIENT = "weight_gradient"
 _NOT_WHOLE = (LookupError, TypeError)
 
 
-def state_operands(
+def make_state_operands(
     gemms: Sequence[Gemm],
     roles: Sequence[str],
     what_if: Sequence[Recipe],
     counts: Callable[[Gemm], Callable[[torch.Tensor], bool]],
-) -> dict[Key, Operand]:
+) -> dict[Key, OperandAccumulator]:
     """Return the operands that count the states of weights, by (layer, role).
 
     Args:
@@ -153,7 +153,7 @@ def state_operands(
         counts: returns for a GEMM a test whether this rank counts a tensor in its weight's layout.
     """
     return {
-        (gemm.name, role): UncastOperand(gemm, role, make_unquantized_cast(role), what_if, counts(gemm))
+        (gemm.name, role): UncastAccumulator(gemm, role, make_unquantized_cast(role), what_if, counts(gemm))
         for gemm in gemms
         for role in STATES
         if role in roles
@@ -165,7 +165,7 @@ class StateCapture:
 
     def __init__(
         self,
-        operands: MutableMapping[Key, Operand],
+        operands: MutableMapping[Key, OperandAccumulator],
         guard: Callable[[str], AbstractContextManager[None]],
         rows: int,
         step: int,
@@ -173,7 +173,7 @@ class StateCapture:
     ) -> None:
         """
         Args:
-            operands: include the result of `state_operands`.
+            operands: include the result of `make_state_operands`.
             guard: returns a context that keeps an exception out of the training loop.
             rows: number of rows and columns of each weight to compare with exact steps, or 0 for no comparison.
             step: sampled step, which determines the rows.
@@ -187,7 +187,7 @@ class StateCapture:
         self._earlier: dict[str, Any] = {}
         self._stepped = False
 
-    def subscribe(self, dispatcher: Dispatcher) -> None:
+    def subscribe(self, dispatcher: EventDispatcher) -> None:
         """Observe optimizers from now on."""
         dispatcher.watch_optimizer(partial(self._guard, _LOOKING), self._before, self._after)
 
@@ -196,17 +196,17 @@ class StateCapture:
         """True if no optimizer updated any of the weights."""
         return bool(self._gemms) and not self._stepped
 
-    def see_gradients(self, found: Sequence[WeightGradient]) -> None:
+    def count_gradients(self, found: Sequence[WeightGradient]) -> None:
         """Count gradients, replacing earlier gradients of the same weights."""
         for names, x in found:
             for key in [(name, _GRADIENT) for name in names if (name, _GRADIENT) in self._operands]:
                 self._operands[key] = _counted_anew(self._operands[key])
                 if x is not None:
                     with self._guard(_LOOKING):
-                        self._operands[key].add(x, 0)
+                        self._operands[key].add_tensor(x, 0)
 
     def _before(self, optimizer: Any) -> None:
-        for stepped in list_stepped_weights(optimizer, self._gemms):
+        for stepped in list_optimizer_weights(optimizer, self._gemms):
             self._stepped = True
             key = stepped.name, _GRADIENT
             if key in self._operands:
@@ -220,7 +220,7 @@ class StateCapture:
                 self._begin_sample(stepped, optimizer)
 
     def _after(self, optimizer: Any) -> None:
-        for stepped in list_stepped_weights(optimizer, self._gemms):
+        for stepped in list_optimizer_weights(optimizer, self._gemms):
             for role in _NAMES:
                 self._take_state(stepped, role, optimizer)
             now = stepped.select_weight_values(stepped.parameter).detach()
@@ -230,22 +230,22 @@ class StateCapture:
                 self._take(stepped.name, "update", now.float() - earlier.float())
                 self._end_sample(stepped, optimizer)
 
-    def _begin_sample(self, stepped: SteppedWeight, optimizer: Any) -> None:
+    def _begin_sample(self, stepped: OptimizerWeight, optimizer: Any) -> None:
         gradient = _gradient(optimizer, stepped.parameter)
         if self._rows and stepped.place is None and gradient is not None:
             with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
                 self._samples[stepped.name] = UpdateSample(self._rows, self._step, *held, gradient)
 
-    def _end_sample(self, stepped: SteppedWeight, optimizer: Any) -> None:
+    def _end_sample(self, stepped: OptimizerWeight, optimizer: Any) -> None:
         sample, operand = self._samples.pop(stepped.name, None), self._operands[stepped.name, "update"]
         adam = adam_of(optimizer, stepped.parameter) if sample else None
         if sample and adam and operand.calls:  # otherwise another rank counts the step
             with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
-                operand.add_call_sums(sample.sums(adam, *held, self._products(stepped.name)))
+                operand.add_call_sums(sample.compute_update_sums(adam, *held, self._products(stepped.name)))
 
-    def _take_state(self, stepped: SteppedWeight, role: str, optimizer: Any) -> None:
+    def _take_state(self, stepped: OptimizerWeight, role: str, optimizer: Any) -> None:
         state = optimizer.state.get(stepped.parameter, {})
         name = next((name for name in _NAMES[role] if name in state), None)
         if name is not None and self._wants(stepped.name, role):
@@ -263,10 +263,10 @@ class StateCapture:
         if isinstance(x, torch.Tensor) and self._wants(name, role):
             with self._guard(_LOOKING):
                 self._seen.add((name, role))
-                self._operands[name, role].add(x, 0)
+                self._operands[name, role].add_tensor(x, 0)
 
 
-def _counted_anew(operand: Operand) -> Operand:
+def _counted_anew(operand: OperandAccumulator) -> OperandAccumulator:
     return type(operand)(operand.gemm, operand.role, operand.in_use, operand.what_if, operand.is_counted)
 
 
@@ -275,7 +275,7 @@ def _gradient(optimizer: Any, parameter: Any) -> Any:
     return getattr(parameter, "decoupled_grad" if getattr(optimizer, "use_decoupled_grad", False) else "grad", None)
 
 
-def _held(stepped: SteppedWeight, optimizer: Any) -> tuple[Any, Any, Any]:
+def _held(stepped: OptimizerWeight, optimizer: Any) -> tuple[Any, Any, Any]:
     """Return the weight that an optimizer adds to, and its decoded moments. Missing moments are None."""
     parameter, found = stepped.parameter, dict[str, Any]()
     state = optimizer.state.get(parameter, {})

@@ -9,15 +9,15 @@ import polars as pl
 
 from ...analysis import thresholds
 from ...analysis.diagnosis.courses import LayerTimeline, build_layer_timelines
-from ...analysis.diagnosis.facts import Facts, Records, define_fact, subtract_baseline_tensors
+from ...analysis.diagnosis.facts import DiagnosedRecords, Facts, define_fact, subtract_baseline_tensors
 from ...analysis.diagnosis.finding import Finding
-from ...analysis.diagnosis.rule import rule
+from ...analysis.diagnosis.rule import register_rule
 from ...analysis.diagnosis.rules.nonfinite import OPTIMIZER, WEIGHT_GRADIENT, FirstNonfinite
 from ...analysis.runs.metrics import IS_NONFINITE
 from ...analysis.runs.run import Run
 from ...core.keys import SHOWN_AS, STATES
 from ...core.text import format_number
-from ..products.rule import compute_shares
+from ..products.rule import compute_percentages
 from .table import TABLES
 
 #: names of the parts of a step's error
@@ -30,7 +30,7 @@ _OF_UPDATE = {
 
 
 @define_fact
-def weight_steps(records: Records) -> list[LayerTimeline]:
+def weight_steps(records: DiagnosedRecords) -> list[LayerTimeline]:
     """Return the relative size of each weight's steps, sample by sample."""
     mine, theirs = (None if each is None else _read(each, "update") for each in (records.run, records.baseline))
     assert mine is not None
@@ -40,7 +40,7 @@ def weight_steps(records: Records) -> list[LayerTimeline]:
 
 
 @define_fact
-def lost_steps(records: Records) -> pl.DataFrame:
+def lost_steps(records: DiagnosedRecords) -> pl.DataFrame:
     """Return weights that do not change in a step although they have a gradient: layer, first such step, and count n.
 
     Steps without a learning rate do not count. Weights that do not change in the baseline do not count either.
@@ -55,13 +55,13 @@ def lost_steps(records: Records) -> pl.DataFrame:
     return still.group_by("layer", maintain_order=True).agg(pl.col("step").min(), n=pl.len()).filter(pl.col("n") > 1)
 
 
-@rule("weight steps", ("step_size", "frozen_weights"), (weight_steps, lost_steps), event="weights")
+@register_rule("weight steps", ("step_size", "frozen_weights"), (weight_steps, lost_steps), event="weights")
 def find_weight_steps(facts: Facts) -> Iterator[Finding]:
     """Name the first weight whose steps are far too large, or lost in rounding.
 
     Example: one parameter group has a learning rate of 3, so each step changes W of layers.2.fc1 by 40% of its size.
     """
-    found = [(first, each) for each in weight_steps(facts) if (first := each.since(_is_off(each))) is not None]
+    found = [(first, each) for each in weight_steps(facts) if (first := each.find_lasting_exit(_is_off(each))) is not None]
     if found:
         first, course = min(found, key=lambda each: each[1].steps[each[0]])
         since, value, usual = int(course.steps[first]), float(course.values[first]), float(course.usual.max())
@@ -89,7 +89,7 @@ def _is_off(course: LayerTimeline) -> np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 def _read(run: Run, *roles: str) -> pl.DataFrame:
-    rows = run.table(TABLES[0].name).filter(pl.col("scale_source") != "what-if")
+    rows = run.read_table(TABLES[0].name).filter(pl.col("scale_source") != "what-if")
     rows = rows.filter(pl.col("role").is_in(roles)) if roles else rows
     return rows.filter(~pl.col("step").is_in(run.loss_scale_skips.implode()))
 
@@ -106,7 +106,7 @@ def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
     return [FirstNonfinite(int(first["step"]), (place, 0), name, first["layer"], first["role"])]
 
 
-def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
+def describe_culprit(found: Finding, records: DiagnosedRecords) -> Iterator[str]:
     """Describe what causes the errors in the steps of the culprit's weight.
 
     Args:
@@ -122,7 +122,7 @@ def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
     parts = {what: float(value) for what, value in squares.items() if isinstance(value, float)}
     both = (rows["update_error"] ** 2).mean()
     assert isinstance(both, float)
-    shares = compute_shares(parts | {"joint": both - sum(parts.values())})
+    shares = compute_percentages(parts | {"joint": both - sum(parts.values())})
     if shares:
         told = ", ".join(f"{share:.0f}% {what}" for what, share in shares.items())
         without = "" if "of dW" in shares else " (the part of dW is not known)"

@@ -53,11 +53,11 @@ def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
 
 def _sizes(run: Run) -> pl.DataFrame:
     """Return rows of step, layer, role, share_pct, rms (null if zero or unknown) and lost (NaN and infinite values)."""
-    rows = run.table(NAME).filter(pl.col("scale_source") != "what-if")
+    rows = run.read_table(NAME).filter(pl.col("scale_source") != "what-if")
     return rows.select("step", *_KEY, "share_pct", rms=ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))
 
 
-def show_row(row: Mapping[str, Any]) -> Iterator[str]:
+def format_comparison_cells(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the cells of a row of `compare_runs` after layer and tensor."""
     yield format_number(row["size_log2"])
     for name in ("rms", "share"):

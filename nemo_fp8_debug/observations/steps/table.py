@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from ...core.keys import STEP_SCALARS
-from ...core.table import SAMPLE, Table, cast_columns
+from ...core.table import SAMPLE, Table, declare_columns
 
 TABLES = (
     # Values that we read only on sampled steps are null on other steps.
-    Table("steps", {**SAMPLE, **cast_columns("float64", "time", *STEP_SCALARS), **cast_columns("string", "trigger")}),
+    Table("steps", {**SAMPLE, **declare_columns("float64", "time", *STEP_SCALARS), **declare_columns("string", "trigger")}),
     Table(
         "validation",
-        {**SAMPLE, **cast_columns("float64", "time"), **cast_columns("string", "name"), **cast_columns("float64", "loss")},
+        {
+            **SAMPLE,
+            **declare_columns("float64", "time"),
+            **declare_columns("string", "name"),
+            **declare_columns("float64", "loss"),
+        },
     ),
 )

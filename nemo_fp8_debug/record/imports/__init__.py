@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 
 from ...errors import RecordError
-from ..writer import RunRecord
+from ..writer import RunRecordWriter
 from . import msprobe, nvdlfw
-from .importer import Imported
+from .importer import ImportedLog
 
 _FORMATS = (nvdlfw, msprobe)
 _EXPECTED = "; ".join(f"{tool.TOOL}: {tool.EXPECTED}" for tool in _FORMATS)
 
 
-def import_logs(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> Imported:
+def import_logs(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> ImportedLog:
     """Convert another tool's logs to a record, and return what was imported. Each import into the same `output` adds an
     attempt.
 
@@ -37,24 +37,24 @@ def import_logs(source: str | os.PathLike[str], output: str | os.PathLike[str]) 
     return imported
 
 
-def _read(root: Path) -> Imported:
+def _read(root: Path) -> ImportedLog:
     files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
-    claimed = {tool: mine for tool in _FORMATS if (mine := [p for p in files if tool.claims_file(p)])}
+    claimed = {tool: mine for tool in _FORMATS if (mine := [p for p in files if tool.recognizes_file(p)])}
     if not claimed:
         raise RecordError(f"{root} is not a log that can be imported, and contains no such log ({_EXPECTED})")
     if len(claimed) > 1:
         found = ", ".join(f"{tool.TOOL} ({mine[0]})" for tool, mine in claimed.items())
         raise RecordError(f"{root} contains logs of {len(claimed)} tools: {found}; name a folder with logs of one")
     ((tool, mine),) = claimed.items()
-    imported: Imported = tool.read(mine)
+    imported: ImportedLog = tool.read_logs(mine)
     if not imported.rows:
         reasons = "".join(f"; {what} ({n})" for what, n in imported.left_out.items())
         raise RecordError(f"{root} has no metric that can be imported ({tool.TOOL}: {tool.EXPECTED}){reasons}")
     return imported
 
 
-def _write(imported: Imported, source: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
-    record = RunRecord(output)
+def _write(imported: ImportedLog, source: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
+    record = RunRecordWriter(output)
     record.open(
         {
             "imported": {

@@ -19,7 +19,7 @@ Key = tuple[str, str, str | None, bool]
 
 
 @dataclass
-class Imported:
+class ImportedLog:
     """The contents of another tool's log, as rows and scalars for our record."""
 
     tool: str
@@ -35,7 +35,7 @@ class Imported:
     #: full sentences with caveats about the rows
     notes: list[str] = field(default_factory=list)
 
-    def add(self, step: int, key: Key, metric: str, value: float, rounded_to: int | None = None) -> None:
+    def add_value(self, step: int, key: Key, metric: str, value: float, rounded_to: int | None = None) -> None:
         """Add a value to its row. If the value is not finite, or too small for the log's rounding, count it as left out
         instead.
 
@@ -86,12 +86,12 @@ class LineErrors:
         self._lines: list[int] = []
         self._reason = ""
 
-    def add(self, line: int, reason: str) -> None:
+    def add_unreadable_line(self, line: int, reason: str) -> None:
         """Note that line `line`, counted from 1, is left out."""
         self._reason = self._reason or reason
         self._lines.append(line)
 
-    def report(self) -> None:
+    def warn_of_unreadable_lines(self) -> None:
         """Warn about the first unreadable line, and state how many there are."""
         if self._lines:
             more = f", and {len(self._lines) - 1} more lines" if len(self._lines) > 1 else ""
@@ -105,7 +105,7 @@ def read_numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, s
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
-                faults.add(number, "the line is cut off")
+                faults.add_unreadable_line(number, "the line is cut off")
             elif line.strip():
                 yield number, line.strip()
 

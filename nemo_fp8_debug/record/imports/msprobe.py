@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from .importer import Imported, Key, LineErrors, normalize_layer_name, read_first_lines, read_numbered_lines
+from .importer import ImportedLog, Key, LineErrors, normalize_layer_name, read_first_lines, read_numbered_lines
 
 TOOL = "msprobe"
 EXPECTED = "CSV files with the columns vpp_stage, step and name or module_name"
@@ -46,18 +46,18 @@ class Row(NamedTuple):
     decimals: int | None
 
 
-def claims_file(path: Path) -> bool:
+def recognizes_file(path: Path) -> bool:
     """Return whether this module reads a file."""
     header = next(iter(read_first_lines(path, 1)), "") if path.suffix == ".csv" else ""
     columns = set(header.strip().split(","))
     return {"vpp_stage", "step"} <= columns and bool({"name", "module_name"} & columns)
 
 
-def read(files: Iterable[Path]) -> Imported:
+def read_logs(files: Iterable[Path]) -> ImportedLog:
     """Read the files of a run. If several files contain the same step, the last file counts."""
     files = sorted(files, key=_order)
     rank = min(_rank(path) for path in files)
-    found = Imported(TOOL, [path for path in files if _rank(path) == rank])
+    found = ImportedLog(TOOL, [path for path in files if _rank(path) == rank])
     if others := len(files) - len(found.files):
         found.left_out[f"files of ranks above {rank}, with other parts of the tensors: import each separately"] = others
     totals: dict[tuple[int, str, str], tuple[object, list[Row]]] = {}
@@ -94,7 +94,7 @@ def _rank(path: Path) -> int:
     return int(found[1] or found[2]) if found else 0
 
 
-def read_file(path: Path, found: Imported) -> Iterator[Row]:
+def read_file(path: Path, found: ImportedLog) -> Iterator[Row]:
     """Yield the rows of operands. Warn about unreadable lines, and count unused rows in `found.left_out`."""
     lines = read_numbered_lines(path, faults := LineErrors(path, "a row with the columns of the first line"))
     _, header = next(lines, (0, ""))
@@ -110,13 +110,13 @@ def read_file(path: Path, found: Imported) -> Iterator[Row]:
                 raise ValueError(f"it has {len(fields)} columns, not {len(columns)}")
             row = _parse(dict(zip(columns, fields, strict=True)), kind)
         except (ValueError, ArithmeticError, csv.Error) as error:
-            faults.add(number, str(error) or "it is not a row of numbers")
+            faults.add_unreadable_line(number, str(error) or "it is not a row of numbers")
             continue
         if isinstance(row, str):
             found.left_out[row] += 1
         else:
             yield row
-    faults.report()
+    faults.warn_of_unreadable_lines()
 
 
 def _parse(fields: dict[str, str], kind: str) -> Row | str:
@@ -158,14 +158,14 @@ def _decimals(number: str) -> int:
     return -exponent if isinstance(exponent, int) else 0
 
 
-def _fill_row(found: Imported, step: int, key: Key, rows: list[Row]) -> None:
+def _fill_row(found: ImportedLog, step: int, key: Key, rows: list[Row]) -> None:
     amax = max(row.amax for row in rows) if all(math.isfinite(row.amax) for row in rows) else math.nan
     nans = [row.nans for row in rows if row.nans is not None]
     if len(nans) == len(rows) and all(map(math.isfinite, nans)):
-        found.add(step, key, "nan", int(sum(nans)))
+        found.add_value(step, key, "nan", int(sum(nans)))
     elif nans:
         found.left_out["nan: no count, because the value is not a tensor"] += 1
-    found.add(step, key, "amax", amax, rows[0].decimals)
+    found.add_value(step, key, "amax", amax, rows[0].decimals)
     if key in found.rows.get(step, {}):
         row = found.rows[step][key]
         row["calls"] = len(rows)

@@ -23,7 +23,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from ...errors import warn
-from .importer import Imported, Key, LineErrors, normalize_layer_name, read_first_lines, read_numbered_lines
+from .importer import ImportedLog, Key, LineErrors, normalize_layer_name, read_first_lines, read_numbered_lines
 
 #: the part of a name before its first number, the number, and the rest
 _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d{1,9})((?:\..+)?)")
@@ -55,7 +55,7 @@ class LayerNumbers:
             return layer
         return f"{found[1]}{int(found[2]) - 1}{found[3]}"
 
-    def notes(self) -> list[str]:
+    def describe_unverified_numbering(self) -> list[str]:
         """Return a sentence for each list of layers in `unverified`."""
         return [
             f"The layers of {name.removesuffix('.') or 'the model'} keep the numbers in the log, which does not "
@@ -134,7 +134,7 @@ class _Value(NamedTuple):
 _Steps = dict[int, dict[tuple[str | None, str], _Value]]
 
 
-def claims_file(path: Path) -> bool:
+def recognizes_file(path: Path) -> bool:
     """Return whether this module reads a file."""
     if _is_events(path):
         return any(parse_name(scalar.name)[0] for scalar in read_events(path, quiet=True))
@@ -160,16 +160,16 @@ def _is_events(path: Path) -> bool:
     return "tfevents" in path.name
 
 
-def read(files: Iterable[Path]) -> Imported:
+def read_logs(files: Iterable[Path]) -> ImportedLog:
     """Read the logs of a run. If a step was logged twice, the later values count."""
     files = list(files)
     own = [path for path in files if _names_modules(path)]
-    found = Imported(TOOL, sorted((path for path in files if path not in own), key=_precedence))
+    found = ImportedLog(TOOL, sorted((path for path in files if path not in own), key=_precedence))
     tensors: dict[tuple[str, str], _Steps] = defaultdict(lambda: defaultdict(dict))
     conflicts: dict[tuple[int, int], int] = defaultdict(int)
     for path in found.files:
         rank = None if _is_events(path) else _rank(path)
-        for scalar in read_events(path) if rank is None else read_text(path):
+        for scalar in read_events(path) if rank is None else read_text_log(path):
             if _LOSS.fullmatch(scalar.name):
                 # Megatron's own logs count iterations from 1, but the statistics count from 0.
                 found.steps[max(0, scalar.step - (scalar.name == "lm loss"))]["loss"] = scalar.value
@@ -190,7 +190,7 @@ def read(files: Iterable[Path]) -> Imported:
         found.left_out[what] = n
         warn(f"{n} {what}")
     numbers = LayerNumbers((layer for layer, _ in tensors), (name for path in own for name in _assigned(path)))
-    for note in numbers.notes():
+    for note in numbers.describe_unverified_numbering():
         found.notes.append(note)
         warn(note.removesuffix("."))
     _fill(found, tensors, numbers)
@@ -209,7 +209,7 @@ def _rank(path: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def read_text(path: Path) -> Iterator[Scalar]:
+def read_text_log(path: Path) -> Iterator[Scalar]:
     """Yield the numbers in a text log. Give one warning for all lines that cannot be read."""
     faults = LineErrors(path, "'<time> - INFO - <layer>_<tensor>_<statistic> iteration=000010 value=0.1234'")
     for number, text in read_numbered_lines(path, faults):
@@ -217,12 +217,12 @@ def read_text(path: Path) -> Iterator[Scalar]:
             try:
                 time = datetime.fromisoformat(line["time"]).timestamp() + int(line["ms"]) / 1000
             except (ValueError, OverflowError, OSError):
-                faults.add(number, f"{line['time']} is not a time")
+                faults.add_unreadable_line(number, f"{line['time']} is not a time")
                 continue
             yield Scalar(line["name"], int(line["step"]), float(line["value"]), time, _DECIMALS)
         else:
-            faults.add(number, "it is not a statistic")
-    faults.report()
+            faults.add_unreadable_line(number, "it is not a statistic")
+    faults.warn_of_unreadable_lines()
 
 
 def read_events(path: Path, quiet: bool = False) -> Iterator[Scalar]:
@@ -265,7 +265,7 @@ def parse_name(name: str) -> tuple[Statistic | None, str]:
     return Statistic(_our_name(found["layer"]), role, stat["recipe"], stat["name"]), ""
 
 
-def _fill(found: Imported, tensors: Mapping[tuple[str, str], _Steps], numbers: LayerNumbers) -> None:
+def _fill(found: ImportedLog, tensors: Mapping[tuple[str, str], _Steps], numbers: LayerNumbers) -> None:
     """Add the statistics to `found` as rows."""
     logged = [(key, value) for steps in tensors.values() for values in steps.values() for key, value in values.items()]
     doubt = _doubt_about_underflow(logged)
@@ -283,14 +283,14 @@ def _fill(found: Imported, tensors: Mapping[tuple[str, str], _Steps], numbers: L
                 _fill_row(found, step, row, mine)
 
 
-def _fill_row(found: Imported, step: int, row: Key, values: Mapping[str, _Value]) -> None:
+def _fill_row(found: ImportedLog, step: int, row: Key, values: Mapping[str, _Value]) -> None:
     for stat, metric in {**_OF_TENSOR, **_OF_RECIPE}.items():
         if stat in values:
-            found.add(step, row, metric, values[stat].value, values[stat].decimals if metric in _RATIOS else None)
+            found.add_value(step, row, metric, values[stat].value, values[stat].decimals if metric in _RATIOS else None)
     low, high = (values.get(stat) for stat in _EXTREMES)
     if low and high and "cur_amax" not in values:
         amax = max(abs(low.value), abs(high.value)) if math.isfinite(low.value + high.value) else math.nan
-        found.add(step, row, "amax", amax, low.decimals)
+        found.add_value(step, row, "amax", amax, low.decimals)
     elif (low or high) and "cur_amax" not in values:
         found.left_out["only min or only max: the amax needs both"] += 1
     low, high = (values.get(stat) for stat in _SCALES)
@@ -298,15 +298,15 @@ def _fill_row(found: Imported, step: int, row: Key, values: Mapping[str, _Value]
         _fill_scale(found, step, row, low, high)
 
 
-def _fill_scale(found: Imported, step: int, row: Key, low: _Value | None, high: _Value | None) -> None:
+def _fill_scale(found: ImportedLog, step: int, row: Key, low: _Value | None, high: _Value | None) -> None:
     if row[2] not in _PER_TENSOR:
         found.left_out["scale_inv_min, scale_inv_max: the recipe has many scales or is not named"] += 1
     elif low is None or high is None or low.value != high.value:
         found.left_out["scale_inv_min, scale_inv_max: the scale varies within the step"] += 1
     elif low.decimals is not None and low.value < 5 * 10.0**-low.decimals:
-        found.add(step, row, "scale", low.value, low.decimals)  # `add` leaves this value out as too small
+        found.add_value(step, row, "scale", low.value, low.decimals)  # `add` leaves this value out as too small
     else:
-        found.add(step, row, "scale", 1 / low.value if low.value > 0 else math.nan)
+        found.add_value(step, row, "scale", 1 / low.value if low.value > 0 else math.nan)
 
 
 def _in_use(statistics: Iterable[tuple[str | None, str]]) -> tuple[str | None, list[str]]:

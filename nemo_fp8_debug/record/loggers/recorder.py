@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ...core.sample import Recorder, Sample
-from ...core.threads import Worker
+from ...core.threads import WorkerThread
 from ...errors import warn
-from ..scalars import LayerMap, Overview, ScalarRecorder
-from .sinks import PREFIX, Sink
+from ..scalars import LayerMap, SampleSummarizer, ScalarRecorder
+from .sinks import PREFIX, LoggerSink
 
 #: number of sampled steps between two maps of the layers; the last map is always sent
 MAP_INTERVAL = 20
@@ -37,11 +37,11 @@ PAGE_LIMIT = 90.0
 class LoggerRecorder(Recorder):
     """Sends a summary of each sample to all loggers. The summary is computed once, in the background.
 
-    When the record is complete, `finish` sends the last map and the comparison page.
+    When the record is complete, `finish_runs` sends the last map and the comparison page.
     """
 
     def __init__(
-        self, sinks: Sequence[Sink], page: ComparisonPage, every_tensor: Callable[[], ScalarRecorder] | None = None
+        self, sinks: Sequence[LoggerSink], page: ComparisonPage, every_tensor: Callable[[], ScalarRecorder] | None = None
     ) -> None:
         """
         Args:
@@ -49,7 +49,7 @@ class LoggerRecorder(Recorder):
             every_tensor: function that makes a recorder for scalars of single tensors. None: loggers get no such scalars.
         """
         self._threads = [LoggerThread(sink) for sink in sinks]
-        self._overview = Overview()
+        self._overview = SampleSummarizer()
         self._every_tensor = every_tensor() if every_tensor else None
         self._page = page
         self._samples = 0
@@ -57,19 +57,19 @@ class LoggerRecorder(Recorder):
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Start or join the run of each logger."""
-        self._overview.open(fingerprint)
+        self._overview.read_observed_share(fingerprint)
         for thread in self._threads:
-            thread.submit(lambda sink: sink.open(fingerprint), needed=True)
+            thread.queue_job(lambda sink: sink.open(fingerprint), needed=True)
 
     def record(self, sample: Sample) -> None:
         """Send one sampled step."""
         found = self._overview.summarize_sample(sample)
-        scalars = found.scalars | (self._every_tensor.scalars(sample).values if self._every_tensor else {})
+        scalars = found.scalars | (self._every_tensor.collect_tags(sample).values if self._every_tensor else {})
         rows = {sample.step: _named(scalars)}
         texts = {PREFIX + name: text for name, text in found.texts.items()}
-        self._each(lambda sink: sink.log(rows))
+        self._each(lambda sink: sink.log_scalars(rows))
         self._each(lambda sink: sink.store_texts(texts))
-        self._map = LayerMap.map_layers(sample)
+        self._map = LayerMap.from_sample(sample)
         if self._samples % MAP_INTERVAL == 0:
             self._show_map()
         self._samples += 1
@@ -78,14 +78,14 @@ class LoggerRecorder(Recorder):
         """Send losses to runs that we started. In other runs the framework logs them."""
         known = {step: {name: of[name] for name in _OF_STEPS if name in of} for step, of in steps.items()}
         if rows := {step: _named(of) for step, of in known.items() if of}:
-            self._each(lambda sink: sink.log(rows) if sink.owned else None)
+            self._each(lambda sink: sink.log_scalars(rows) if sink.owned else None)
 
     def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
         """Send the losses of an evaluation to runs that we started."""
         rows = {step: _named(losses)}
-        self._each(lambda sink: sink.log(rows) if sink.owned else None)
+        self._each(lambda sink: sink.log_scalars(rows) if sink.owned else None)
 
-    def finish(self, failed: bool) -> None:
+    def finish_runs(self, failed: bool) -> None:
         """Show the last map, attach the page, end the runs that we started, and wait for up to `CLOSING` seconds.
 
         Args:
@@ -96,20 +96,20 @@ class LoggerRecorder(Recorder):
         self._each(lambda sink: sink.close(failed), last=True)
         deadline = time.monotonic() + CLOSING
         for thread in self._threads:
-            thread.finish(deadline)
+            thread.await_jobs(deadline)
 
-    def _attach(self, sink: Sink) -> None:
-        if page := self._page.path():
-            sink.attach(page)
+    def _attach(self, sink: LoggerSink) -> None:
+        if page := self._page.make_page_file():
+            sink.attach_file(page)
 
     def _show_map(self) -> None:
         shown, self._map = self._map, None
         if shown:
-            self._each(lambda sink: sink.show(shown))
+            self._each(lambda sink: sink.log_layer_map(shown))
 
-    def _each(self, job: Callable[[Sink], None], last: bool = False) -> None:
+    def _each(self, job: Callable[[LoggerSink], None], last: bool = False) -> None:
         for thread in self._threads:
-            thread.submit(job, last=last)
+            thread.queue_job(job, last=last)
 
 
 def _named(scalars: Mapping[str, float | None]) -> dict[str, float]:
@@ -121,16 +121,16 @@ def _named(scalars: Mapping[str, float | None]) -> dict[str, float]:
 class LoggerThread:
     """Does a sink's jobs in order. Errors do not affect the run. We warn once for each type of error."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: LoggerSink) -> None:
         self.sink = sink
-        self._worker = Worker(f"nemo_fp8_debug {sink.name}")
+        self._worker = WorkerThread(f"nemo_fp8_debug {sink.name}")
         self._waiting: deque[Future[None]] = deque()
         self._began = 0.0
         self._usable = True
         self._dropped = 0
         self._warned: set[type] = set()
 
-    def submit(self, job: Callable[[Sink], None], needed: bool = False, last: bool = False) -> None:
+    def queue_job(self, job: Callable[[LoggerSink], None], needed: bool = False, last: bool = False) -> None:
         """Queue `job` to run after all earlier jobs, without waiting for it.
 
         Args:
@@ -146,7 +146,7 @@ class LoggerThread:
             return
         self._waiting.append(self._worker.submit(lambda: self._do(job, needed)))
 
-    def _do(self, job: Callable[[Sink], None], needed: bool) -> None:
+    def _do(self, job: Callable[[LoggerSink], None], needed: bool) -> None:
         if not self._usable:
             return
         self._began = time.monotonic()
@@ -163,7 +163,7 @@ class LoggerThread:
     def _hangs(self) -> bool:
         return self._began > 0 and time.monotonic() - self._began > HANGING
 
-    def finish(self, deadline: float) -> None:
+    def await_jobs(self, deadline: float) -> None:
         """Wait until all jobs are done, at most until `deadline` (by `time.monotonic`). Do not wait for a call that
         hangs.
         """
@@ -193,7 +193,7 @@ class ComparisonPage:
         self._made: Path | None = None
         self._tried = False
 
-    def path(self) -> Path | None:
+    def make_page_file(self) -> Path | None:
         """Return the page's file. If the page cannot be made, warn with the reason and return None."""
         with self._lock:
             if self._records and not self._tried:

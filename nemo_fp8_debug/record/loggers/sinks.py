@@ -35,7 +35,7 @@ _OFF = dict.fromkeys(
 ) | {"log_code": False, "log_graph": False, "parse_args": False, "display_summary_level": 0}
 
 
-class Sink:
+class LoggerSink:
     """A run in a logger. A subclass must implement `log`. The other methods do nothing by default."""
 
     #: the logger's name, for messages and for the thread's name
@@ -46,24 +46,24 @@ class Sink:
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Start or join the run, and store its settings."""
 
-    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+    def log_scalars(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Log finite scalars by step."""
         raise NotImplementedError
 
     def store_texts(self, texts: Mapping[str, str]) -> None:
         """Store strings by name. A later string replaces an earlier string with the same name."""
 
-    def show(self, layer_map: LayerMap) -> None:
+    def log_layer_map(self, layer_map: LayerMap) -> None:
         """Show the table of layers at a step."""
 
-    def attach(self, page: Path) -> None:
+    def attach_file(self, page: Path) -> None:
         """Attach a file."""
 
     def close(self, failed: bool) -> None:
         """End the run if we started it. This is the last call."""
 
 
-class WandbSink(Sink):
+class WandbSink(LoggerSink):
     """A run in W&B. We log rows of its history, and define our own step metric.
 
     W&B numbers the rows of a history, and the user may set these numbers, which must increase. So in a user's run we never
@@ -97,7 +97,7 @@ class WandbSink(Sink):
         plain = json.loads(json.dumps(fingerprint, default=str))
         self._run.config.update({"fp8_debug": plain}, allow_val_change=True)
 
-    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+    def log_scalars(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Log a row for each step. In a user's run, queue the row until the user logs."""
         for step, scalars in rows.items():
             row = {**scalars, _STEP: step}
@@ -117,7 +117,7 @@ class WandbSink(Sink):
         """Store strings in the summary."""
         self._run.summary.update(dict(texts))
 
-    def show(self, layer_map: LayerMap) -> None:
+    def log_layer_map(self, layer_map: LayerMap) -> None:
         """Log a table."""
         self._show("layers", layer_map.header, layer_map.rows, layer_map.step)
 
@@ -130,7 +130,7 @@ class WandbSink(Sink):
         else:
             self._run.log(table, commit=False)
 
-    def attach(self, page: Path) -> None:
+    def attach_file(self, page: Path) -> None:
         """Log an artifact."""
         import wandb
 
@@ -149,7 +149,7 @@ class WandbSink(Sink):
             self._run.finish(exit_code=int(failed))
 
 
-class MlflowSink(Sink):
+class MlflowSink(LoggerSink):
     """A run in MLflow. We use MLflow's client only, because MLflow's fluent functions act on the active run of the user's
     thread.
     """
@@ -184,7 +184,7 @@ class MlflowSink(Sink):
         found = self._client.get_experiment_by_name(name)
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
-    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+    def log_scalars(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Log metrics, each with its own step, in as few requests as MLflow allows."""
         from mlflow.entities import Metric
 
@@ -199,13 +199,13 @@ class MlflowSink(Sink):
 
         self._client.log_batch(self._run_id, tags=[RunTag(name, text[:5000]) for name, text in texts.items()])
 
-    def show(self, layer_map: LayerMap) -> None:
+    def log_layer_map(self, layer_map: LayerMap) -> None:
         """Log a file of comma-separated values."""
         text = io.StringIO()
         csv.writer(text).writerows([layer_map.header, *layer_map.rows])
         self._client.log_text(self._run_id, text.getvalue(), f"{_FOLDER}/layers/step_{layer_map.step:09d}.csv")
 
-    def attach(self, page: Path) -> None:
+    def attach_file(self, page: Path) -> None:
         """Log an artifact."""
         self._client.log_artifact(self._run_id, str(page), _FOLDER)
 
@@ -252,7 +252,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-class CometSink(Sink):
+class CometSink(LoggerSink):
     """An experiment in Comet. We log metrics, Comet's "others", and assets.
 
     An experiment has one current step. `log_metric(step=...)` would change this step for everything that the user logs
@@ -280,7 +280,7 @@ class CometSink(Sink):
             self._experiment = comet_ml.start(**{"mode": "create", "experiment_config": config, **self._settings})
         self._experiment.log_asset_data(dict(fingerprint), name="fp8_fingerprint.json")
 
-    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+    def log_scalars(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Enqueue messages for Comet's own thread."""
         from comet_ml.messages import MetricMessage
 
@@ -294,12 +294,12 @@ class CometSink(Sink):
         """Store strings as Comet's "others"."""
         self._experiment.log_others(dict(texts))
 
-    def show(self, layer_map: LayerMap) -> None:
+    def log_layer_map(self, layer_map: LayerMap) -> None:
         """Log a table."""
         name = f"{PREFIX.strip('/')}_layers_step_{layer_map.step:09d}.csv"
         self._experiment.log_table(name, [list(row) for row in layer_map.rows], headers=list(layer_map.header))
 
-    def attach(self, page: Path) -> None:
+    def attach_file(self, page: Path) -> None:
         """Log an asset."""
         self._experiment.log_asset(str(page), file_name=page.name)
 
@@ -309,7 +309,7 @@ class CometSink(Sink):
             self._experiment.end()
 
 
-class CsvSink(Sink):
+class CsvSink(LoggerSink):
     """A file next to a CSVLogger's file. We do not use the logger, because it rewrites its own file and is not
     thread-safe.
     """
@@ -324,7 +324,7 @@ class CsvSink(Sink):
         self._file = Path(folder) / "fp8_metrics.csv"
         self._columns: list[str] = []
 
-    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+    def log_scalars(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Append rows. If a row has new columns, write the whole file again."""
         new: list[dict[str, Any]] = [{"step": step, **scalars} for step, scalars in rows.items()]
         columns = list(dict.fromkeys([*self._columns, *(name for row in new for name in row)]))
@@ -340,14 +340,14 @@ class CsvSink(Sink):
             csv.DictWriter(file, columns).writerows(new)
 
 
-class AnyLoggerSink(Sink):
+class AnyLoggerSink(LoggerSink):
     """A logger with Lightning's `log_metrics(metrics, step)`. Users who pass it confirm that another thread may call it."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
         self.name = type(logger).__name__
 
-    def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+    def log_scalars(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Call the logger once for each step."""
         for step, scalars in rows.items():
             self._logger.log_metrics(dict(scalars), step)
@@ -356,7 +356,7 @@ class AnyLoggerSink(Sink):
 # --- from the option to sinks ---------------------------------------------------------------------------------------------
 
 
-def choose_sinks(choices: Sequence[LoggerChoice]) -> list[Sink]:
+def make_logger_sinks(choices: Sequence[LoggerChoice]) -> list[LoggerSink]:
     """Return the sinks of the option `loggers`. Call this in the thread that opened the user's runs.
 
     Raises:
@@ -364,7 +364,7 @@ def choose_sinks(choices: Sequence[LoggerChoice]) -> list[Sink]:
     """
     for choice in choices:
         choice.check_installed()
-    sinks: list[Sink] = []
+    sinks: list[LoggerSink] = []
     for choice in choices:
         try:
             sinks.append(_named(choice) if choice.name else _given(choice.given))
@@ -375,7 +375,7 @@ def choose_sinks(choices: Sequence[LoggerChoice]) -> list[Sink]:
     return sinks
 
 
-def _named(choice: LoggerChoice) -> Sink:
+def _named(choice: LoggerChoice) -> LoggerSink:
     """Join an open run, unless the user gives settings for a new run."""
     joined = choice.settings is None
     package: Any = sys.modules.get(PACKAGES[str(choice.name)]) if joined else None
@@ -387,7 +387,7 @@ def _named(choice: LoggerChoice) -> Sink:
     return MlflowSink(active.info.run_id if active else None, settings=choice.settings)
 
 
-def _given(logger: Any) -> Sink:
+def _given(logger: Any) -> LoggerSink:
     sink = find_sink(logger)
     if sink is None and not hasattr(logger, "log_metrics"):
         raise ConfigError(
@@ -398,7 +398,7 @@ def _given(logger: Any) -> Sink:
 
 
 #: functions that make the sink for an object, by the name of its class, with or without the package; the first match counts
-_SINKS: Mapping[str, Callable[[Any], Sink]] = {
+_SINKS: Mapping[str, Callable[[Any], LoggerSink]] = {
     "wandb.Run": WandbSink,
     "mlflow.MlflowClient": lambda client: MlflowSink(client=client),
     "mlflow.Run": lambda run: MlflowSink(run.info.run_id),
@@ -411,7 +411,7 @@ _SINKS: Mapping[str, Callable[[Any], Sink]] = {
 }
 
 
-def find_sink(logger: Any) -> Sink | None:
+def find_sink(logger: Any) -> LoggerSink | None:
     """Return the sink of a known run, experiment or Lightning logger. Return None for any other object."""
     kinds = type(logger).__mro__
     names = {name for kind in kinds for name in (kind.__name__, f"{kind.__module__.split('.')[0]}.{kind.__name__}")}

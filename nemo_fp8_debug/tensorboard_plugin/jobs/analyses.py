@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from ...analysis.comparison.compare import Comparison
-from ...analysis.comparison.layer_matching import match_by_name
+from ...analysis.comparison.layer_matching import rename_layers_to_baseline
 from ...analysis.diagnosis.diagnose import compare_for_diagnosis, diagnose, diagnose_comparison
 from ...analysis.diagnosis.diagnosis import Diagnosis
-from ...analysis.diagnosis.ranking import order_by_harm
+from ...analysis.diagnosis.ranking import sort_rows_by_harm
 from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.run import Run
 from ...analysis.story.story import make_loss_headline, story
-from ...analysis.story.summary import to_json, write_markdown
+from ...analysis.story.summary import serialize_comparison, write_markdown
 from ...errors import ConfigError, RecordError, capture_warnings
-from ...record.parts import count_rows
-from ..records.run_summary import WHAT_IF_METRICS, tabulate_rows
+from ...record.parts import count_table_rows
+from ..records.run_summary import WHAT_IF_METRICS, convert_rows_to_columns
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from ...analysis.recommendation.recommend import Recommendation
@@ -33,7 +33,7 @@ def tell_nobody(partial: Mapping[str, Any]) -> None:
     """Ignore partial results, for callers that need only the whole answer."""
 
 
-def judge_run(
+def compare_and_diagnose_run(
     run: str,
     baseline: str | None,
     reference: str | None,
@@ -56,7 +56,7 @@ def judge_run(
         tell({"stage": "loss", "story": {"headline": told}})
         mine, good, other = _read(run, baseline, reference, by)
         if good and renames:
-            mine, _ = match_by_name(good, mine, renames)
+            mine, _ = rename_layers_to_baseline(good, mine, renames)
         found = _diagnosed(mine, good, other, by, told, tell)
         so_far = replace(found, replays=False)  # torch and SciPy take seconds to import
         tell({"stage": "diagnosis", "story": story(so_far), "diagnosis": _with_notes(so_far, heard)})
@@ -74,7 +74,7 @@ def judge_run(
     }
 
 
-def judge_headline(run: str, baseline: str | None, reference: str | None, by: str) -> dict[str, Any]:
+def diagnose_headline_only(run: str, baseline: str | None, reference: str | None, by: str) -> dict[str, Any]:
     """Diagnose a run and return only the headline. It contains no recommended changes, because these would import torch.
 
     Raises:
@@ -117,8 +117,8 @@ def _diagnosed(
 
 def _compared(found: Diagnosis, comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as plain values, with its tensors in the order of harm."""
-    told = to_json(comparison)
-    return told | {"tensors": order_by_harm(told["tensors"], found)}
+    told = serialize_comparison(comparison)
+    return told | {"tensors": sort_rows_by_harm(told["tensors"], found)}
 
 
 def _with_notes(found: Diagnosis, heard: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _list_snippets(found: Recommendation) -> list[dict[str, Any]]:
 _MOST_REPLAYED = 8_000_000
 
 
-def try_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
+def compute_metrics_under_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
     """Compute the metrics of all tensors at a sampled step under another recipe, from histograms.
 
     `rounded` marks approximate metrics of float32 tensors.
@@ -163,11 +163,11 @@ def try_recipe(run: str, step: int, recipe: str) -> dict[str, Any]:
     """
     from ...analysis.replay.replay import replay
 
-    if (rows_there := count_rows(run, "metrics")) > _MOST_REPLAYED:
+    if (rows_there := count_table_rows(run, "metrics")) > _MOST_REPLAYED:
         raise RecordError(f"{run} has {rows_there:,} rows of metrics, too many to replay here; run `nemo-fp8-debug replay`")
     with capture_warnings():
         rows = replay(run, recipe, steps=[step])
     if rows.is_empty():
         raise RecordError(f"the record has no histograms of step {step} to replay; record the run with histograms")
     shown = rows.select("layer", "role", "recipe", *WHAT_IF_METRICS, "rounded").with_columns(in_use=pl.lit(False))
-    return {"step": step, "rows": tabulate_rows(shown)}
+    return {"step": step, "rows": convert_rows_to_columns(shown)}

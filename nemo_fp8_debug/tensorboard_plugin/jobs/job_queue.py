@@ -111,9 +111,9 @@ class JobQueue:
         self._is_working = False
         self._child: subprocess.Popen[bytes] | None = None
         self._running: _Job | None = None
-        atexit.register(self.stop)
+        atexit.register(self.stop_all_jobs)
 
-    def ask(self, what: Mapping[str, Any], version: str) -> dict[str, Any]:
+    def get_or_start_job(self, what: Mapping[str, Any], version: str) -> dict[str, Any]:
         """Return the state of a job. Add the job if it is new.
 
         Args:
@@ -139,7 +139,7 @@ class JobQueue:
             job.delivered = True
             return job.answer
 
-    def stop(self) -> None:
+    def stop_all_jobs(self) -> None:
         """Stop the running job and drop all others."""
         with self._lock:
             self._jobs.clear()
@@ -302,14 +302,14 @@ def answer_request(request: dict[str, Any], tell: _Tell = lambda partial: None) 
 def _compute(kind: str, request: dict[str, Any], tell: _Tell) -> Any:
     """Compute the result of a request."""
     # Imported only now, because the import takes as long as some jobs.
-    from .analyses import judge_headline, judge_run, try_recipe
+    from .analyses import compare_and_diagnose_run, compute_metrics_under_recipe, diagnose_headline_only
 
     if kind == "verdict":
-        return judge_run(**request, tell=tell)
+        return compare_and_diagnose_run(**request, tell=tell)
     if kind == "headline":
         del request["version"]  # the version only distinguishes jobs on different states of a record
-        return judge_headline(**request)
-    return try_recipe(**request)
+        return diagnose_headline_only(**request)
+    return compute_metrics_under_recipe(**request)
 
 
 def _end_with_the_parent() -> None:

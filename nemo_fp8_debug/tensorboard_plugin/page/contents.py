@@ -13,8 +13,8 @@ from urllib.parse import quote
 from ...core.keys import SHOWN_AS
 from ..plugin import FP8Plugin
 from ..records import metadata
-from ..records.logdir import Root
-from ..records.thinning import join_frames, thin_columns
+from ..records.logdir import LogdirRoot
+from ..records.thinning import join_metrics_at_steps, thin_columns
 from ..web import RequestError, encode_json
 
 #: seconds between two checks of a job
@@ -35,12 +35,12 @@ class ShownTensor:
     metric: str
 
     @property
-    def title(self) -> str:
+    def tensor_name(self) -> str:
         """Return the usual name of the tensor."""
         return f"{SHOWN_AS[self.role]} of {self.layer}"
 
 
-def choose_tensors(result: Mapping[str, Any], most: int) -> list[ShownTensor]:
+def choose_most_harmful_tensors(result: Mapping[str, Any], most: int) -> list[ShownTensor]:
     """Return the first tensors of a verdict's story, in which tensors are ranked by harm."""
     rows = [{"metric": None, **row} for row in result["story"]["tensors"][:most]]
     metrics = [row["metric"] if row["metric"] in metadata.NUMBERS else USUAL_METRIC for row in rows]
@@ -50,20 +50,20 @@ def choose_tensors(result: Mapping[str, Any], most: int) -> list[ShownTensor]:
 class RouteClient:
     """A client of the tab's routes, for the records below some folders."""
 
-    def __init__(self, roots: Sequence[Root], renames: Sequence[str] = ()) -> None:
+    def __init__(self, roots: Sequence[LogdirRoot], renames: Sequence[str] = ()) -> None:
         """
         Args:
             renames: rules for the runs' layer names, as in `compare`.
         """
         self._plugin = FP8Plugin.open_folders(roots, renames)
-        self._plugin.await_records()
+        self._plugin.await_record_search()
         self._routes = self._plugin.routes()
 
     def list_routes(self, parameters: Iterable[str]) -> list[str]:
         """Return the routes that take exactly these parameters."""
         return [name for name, route in self._routes.items() if set(route.parameters) == set(parameters)]
 
-    def ask(self, route: str, **parameters: object) -> Any:
+    def request_answer(self, route: str, **parameters: object) -> Any:
         """Return the answer of a route as bytes or as values for JSON. Parameters that are None are left out.
 
         Raises:
@@ -75,7 +75,7 @@ class RouteClient:
     def try_to_ask(self, route: str, **parameters: object) -> Any:
         """Return the answer of a route, or None if the request is refused."""
         try:
-            return self.ask(route, **parameters)
+            return self.request_answer(route, **parameters)
         except RequestError:
             return None
 
@@ -85,7 +85,7 @@ class RouteClient:
         """
         if baseline in (None, run):
             return tensor
-        names = self.ask("names", run=run, baseline=baseline)["names"]
+        names = self.request_answer("names", run=run, baseline=baseline)["names"]
         return replace(tensor, layer=next((own for own, theirs in names.items() if theirs == tensor.layer), tensor.layer))
 
     def await_verdict(self, names: Mapping[str, Any], by: str = "step") -> dict[str, Any]:
@@ -110,7 +110,7 @@ def name_answer(route: str, **parameters: object) -> str:
     return f"{route}?{'&'.join(f'{name}={quote(str(value), safe=_PLAIN)}' for name, value in given)}"
 
 
-class PackedAnswers:
+class CompressedAnswers:
     """Answers by name. Each is compressed by gzip and encoded in base64."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class PackedAnswers:
         #: number of characters of all answers
         self.size = 0
 
-    def put(self, name: str, answer: Any) -> int:
+    def add_answer(self, name: str, answer: Any) -> int:
         """Add an answer, bytes or values for JSON, and return its number of characters."""
         content = answer if isinstance(answer, bytes) else encode_json(answer).encode()
         text = base64.b64encode(gzip.compress(content, mtime=0)).decode()
@@ -126,7 +126,7 @@ class PackedAnswers:
         self._texts[name] = text
         return len(text)
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of all answers."""
         return list(self._texts)
 
@@ -139,7 +139,7 @@ class PackedAnswers:
         return iter(self._texts.items())
 
 
-def encode_script(value: Any) -> str:
+def encode_json_for_script(value: Any) -> str:
     """Return a value as JSON that is safe inside a script of a page, whatever text it contains."""
     return encode_json(value).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -156,48 +156,48 @@ class PageContents:
     """The answers for a page. Each method adds the answers about one subject."""
 
     def __init__(self, client: RouteClient) -> None:
-        self.client, self.held = client, PackedAnswers()
+        self.client, self.held = client, CompressedAnswers()
         self._headlines: dict[str, Any] = {}
 
-    def add_runs(self, told: Sequence[str]) -> None:
+    def add_run_list(self, told: Sequence[str]) -> None:
         """Add the list of runs and the notes about the page. A run that is growing is marked as not growing."""
-        answer = self.client.ask("runs")
+        answer = self.client.request_answer("runs")
         still = [run | {"state": "still" if run["state"] == "growing" else run["state"]} for run in answer["runs"]]
-        self.held.put(name_answer("runs"), answer | {"runs": still, "told": list(told)})
+        self.held.add_answer(name_answer("runs"), answer | {"runs": still, "told": list(told)})
 
-    def add_run(self, run: str, table: str, steps: Sequence[int]) -> None:
+    def add_run_description(self, run: str, table: str, steps: Sequence[int]) -> None:
         """Add the description of a run, limited to the sampled steps in the page."""
-        answer = self.client.ask("run", run=run, table=table)
-        self.held.put(name_answer("run", run=run, table=table), answer | {"steps": list(steps)})
+        answer = self.client.request_answer("run", run=run, table=table)
+        self.held.add_answer(name_answer("run", run=run, table=table), answer | {"steps": list(steps)})
 
     def add_route_answers(self, **about: str) -> None:
         """Add the answers of all routes that take exactly these parameters, such as a run and a baseline."""
         for route in self.client.list_routes(about):
             if (answer := self.client.try_to_ask(route, **about)) is not None:
-                self.held.put(name_answer(route, **about), thin_columns(answer, POINTS))
+                self.held.add_answer(name_answer(route, **about), thin_columns(answer, POINTS))
 
-    def add_names(self, run: str, baseline: str) -> None:
+    def add_baseline_layer_names(self, run: str, baseline: str) -> None:
         """Add the baseline's names of a run's layers, if any name differs."""
-        answer = self.client.ask("names", run=run, baseline=baseline)
+        answer = self.client.request_answer("names", run=run, baseline=baseline)
         if answer["names"]:
-            self.held.put(name_answer("names", run=run, baseline=baseline), answer)
+            self.held.add_answer(name_answer("names", run=run, baseline=baseline), answer)
 
-    def add_frames(self, run: str, metric: str, table: str, steps: Sequence[int]) -> int:
+    def add_metric_at_steps(self, run: str, metric: str, table: str, steps: Sequence[int]) -> int:
         """Add a metric of all tensors at steps, and return the number of characters."""
         about = {"run": run, "metric": metric, "table": table}
-        answers = [self.client.ask("frames", **about, from_=step, to=step) for step in steps]
-        return self.held.put(name_answer("frames", **about), join_frames(answers)) if answers else 0
+        answers = [self.client.request_answer("frames", **about, from_=step, to=step) for step in steps]
+        return self.held.add_answer(name_answer("frames", **about), join_metrics_at_steps(answers)) if answers else 0
 
-    def add_course(self, run: str, metric: str, table: str, tensors: int) -> int:
+    def add_heatmap(self, run: str, metric: str, table: str, tensors: int) -> int:
         """Add a metric of all tensors over all steps, in fewer columns if there are many tensors. Return the number of
         characters.
         """
         about = {"run": run, "metric": metric, "table": table}
         columns = max(_LEAST_COLUMNS, min(_COLUMNS, _COURSE // max(1, tensors)))
-        answer = self.client.ask("course", **about, columns=columns)
-        return self.held.put(name_answer("course", **about), answer)
+        answer = self.client.request_answer("course", **about, columns=columns)
+        return self.held.add_answer(name_answer("course", **about), answer)
 
-    def add_timeline(self, run: str, layer: str, role: str) -> int:
+    def add_tensor_timeline(self, run: str, layer: str, role: str) -> int:
         """Add all metrics of a tensor and its ranks. Return the number of steps, or 0 if the run does not have the
         tensor.
         """
@@ -207,39 +207,41 @@ class PageContents:
         if None in answers:
             return 0
         whole = answers[0] | {"metrics": {name: values for one in answers for name, values in one["metrics"].items()}}
-        self.held.put(name_answer("timeline", run=run, layer=layer, role=role), thin_columns(whole, POINTS))
+        self.held.add_answer(name_answer("timeline", run=run, layer=layer, role=role), thin_columns(whole, POINTS))
         return len(whole["step"])
 
-    def add_histograms(self, run: str, layer: str, role: str, steps: Iterable[int]) -> int:
+    def add_tensor_histograms(self, run: str, layer: str, role: str, steps: Iterable[int]) -> int:
         """Add distributions of a tensor at steps, and return the number of characters."""
         return self._at_steps("histogram", steps, run=run, layer=layer, role=role)
 
-    def add_other_recipes(self, run: str, steps: Iterable[int]) -> int:
+    def add_metrics_of_other_recipes(self, run: str, steps: Iterable[int]) -> int:
         """Add the metrics under recipes that were not in use, and return the number of characters."""
         return self._at_steps("others", steps, run=run)
 
     def _at_steps(self, route: str, steps: Iterable[int], **about: str) -> int:
         found = [self.client.try_to_ask(route, **about, step=step) for step in steps]
         by_step = {answer["step"]: answer for answer in found if answer}
-        return self.held.put(name_answer(route, **about), [by_step[step] for step in sorted(by_step)]) if by_step else 0
+        return (
+            self.held.add_answer(name_answer(route, **about), [by_step[step] for step in sorted(by_step)]) if by_step else 0
+        )
 
-    def add_fingerprints(self, a: str, b: str | None = None) -> None:
+    def add_run_settings(self, a: str, b: str | None = None) -> None:
         """Add the settings of a run, or of two runs with their differences."""
-        self.held.put(name_answer("fingerprints", a=a, b=b), self.client.ask("fingerprints", a=a, b=b))
+        self.held.add_answer(name_answer("fingerprints", a=a, b=b), self.client.request_answer("fingerprints", a=a, b=b))
 
     def add_verdict(self, names: Mapping[str, str | None], job: Mapping[str, Any]) -> None:
         """Add a verdict as a finished job. `names` contains its runs by part."""
-        self.held.put(name_answer("verdict", **names), job)
+        self.held.add_answer(name_answer("verdict", **names), job)
         if job["state"] == "done":
             self._headlines[str(names["run"])] = job["result"]["story"]["headline"]
 
-    def add_rows(self, baseline: str | None) -> None:
+    def add_runs_table(self, baseline: str | None) -> None:
         """Add the table of all runs, with the verdicts that are in the page."""
-        while not (answer := self.client.ask("rows", baseline=baseline))["is_complete"]:
+        while not (answer := self.client.request_answer("rows", baseline=baseline))["is_complete"]:
             pass
         for name, row in answer["rows"].items():
             row["headline"] = self._headlines.get(name) or row.get("headline")
-        self.held.put(name_answer("rows", baseline=baseline), answer)
+        self.held.add_answer(name_answer("rows", baseline=baseline), answer)
 
 
 def list_metrics(table: str) -> list[str]:
@@ -247,12 +249,12 @@ def list_metrics(table: str) -> list[str]:
     return [one["name"] for one in metadata.describe_metrics() if one.get("table", table) == table]
 
 
-def list_steps(client: RouteClient, run: str, table: str) -> list[int]:
+def list_sampled_steps(client: RouteClient, run: str, table: str) -> list[int]:
     """Return all sampled steps of a run."""
-    return list(client.ask("run", run=run, table=table)["steps"])
+    return list(client.request_answer("run", run=run, table=table)["steps"])
 
 
-def choose_nearest(steps: Sequence[int], step: int | None) -> list[int]:
+def choose_nearest_step(steps: Sequence[int], step: int | None) -> list[int]:
     """Return a list with the sampled step nearest to a step, or the last sampled step. Return an empty list without
     samples.
     """

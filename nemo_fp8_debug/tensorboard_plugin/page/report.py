@@ -12,9 +12,17 @@ from typing import Any
 from ..._version import __version__
 from ...errors import ConfigError, RecordError
 from ..records import metadata
-from ..records.logdir import Root, name_runs
+from ..records.logdir import LogdirRoot, name_runs
 from ..records.thinning import shorten_verdict
-from .contents import USUAL_METRIC, PageContents, RouteClient, ShownTensor, choose_nearest, choose_tensors, list_steps
+from .contents import (
+    USUAL_METRIC,
+    PageContents,
+    RouteClient,
+    ShownTensor,
+    choose_most_harmful_tensors,
+    choose_nearest_step,
+    list_sampled_steps,
+)
 from .server import render_single_file
 
 
@@ -28,7 +36,7 @@ class Figure:
     step: int | None = None
     metric: str | None = None
 
-    def state(self, names: Mapping[str, str | None]) -> dict[str, str]:
+    def make_view_state(self, names: Mapping[str, str | None]) -> dict[str, str]:
         """Return the state of the view.
 
         Args:
@@ -58,8 +66,8 @@ def choose_figures(result: Mapping[str, Any], tensors: list[ShownTensor], unit: 
         Figure(f"All tensors at one step: {label}", "map", first, step(first), metric),
     ]
     for tensor in tensors:
-        figures.append(Figure(f"{tensor.title} over the steps", "timeline", tensor, step(tensor)))
-        figures.append(Figure(f"The values of {tensor.title}", "distribution", tensor, step(tensor)))
+        figures.append(Figure(f"{tensor.tensor_name} over the steps", "timeline", tensor, step(tensor)))
+        figures.append(Figure(f"The values of {tensor.tensor_name}", "distribution", tensor, step(tensor)))
     return figures
 
 
@@ -73,7 +81,7 @@ _MISSING = "This is not in the report. To see everything, run `nemo-fp8-debug vi
 
 
 @dataclass(frozen=True)
-class ReportSubject:
+class ReportRecords:
     """The subject of a report: the addresses of its records."""
 
     baseline: str
@@ -83,7 +91,7 @@ class ReportSubject:
     renames: Sequence[str] = ()
 
 
-def check_report(path: str | os.PathLike[str]) -> None:
+def check_report_path(path: str | os.PathLike[str]) -> None:
     """Check that a report can be written. Call this before the runs are compared.
 
     Raises:
@@ -95,14 +103,14 @@ def check_report(path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{path} cannot be written: there is no folder {Path(path).parent}; make it first")
 
 
-def write_report(path: str | os.PathLike[str], subject: ReportSubject) -> None:
+def write_report(path: str | os.PathLike[str], subject: ReportRecords) -> None:
     """Write a report.
 
     Raises:
         ConfigError: the file exists or is not writable.
         RecordError: the verdict on a run failed.
     """
-    check_report(path)
+    check_report_path(path)
     content = build_report(subject)
     try:
         with Path(path).open("x", encoding="utf-8") as file:
@@ -111,16 +119,16 @@ def write_report(path: str | os.PathLike[str], subject: ReportSubject) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def build_report(subject: ReportSubject) -> str:
+def build_report(subject: ReportRecords) -> str:
     """Return the text of a report."""
     addresses = [subject.baseline, *subject.runs, *filter(None, [subject.reference])]
     baseline, *names = name_runs(addresses)
     reference = names.pop() if subject.reference else None
-    roots = [Root(n, a) for n, a in zip([baseline, *names, *filter(None, [reference])], addresses, strict=True)]
+    roots = [LogdirRoot(n, a) for n, a in zip([baseline, *names, *filter(None, [reference])], addresses, strict=True)]
     contents = PageContents(RouteClient(roots, subject.renames))
     made = _Report(contents, baseline, _TENSORS if len(names) == 1 else _OF_EACH)
     sections = [made.section({"run": name, "baseline": baseline, "reference": reference}, subject) for name in names]
-    contents.add_runs(())
+    contents.add_run_list(())
     title = f"{', '.join(names)} against {baseline}"
     told = [f"Made by nemo-fp8-debug {__version__} on {date.today().isoformat()}.", *made.told]
     whole = {"title": f"FP8: {title}", "told": told, "sections": sections}
@@ -138,7 +146,7 @@ class _Report:
         self._contents, self._baseline, self._most = contents, baseline, most
         self.told: list[str] = []
 
-    def section(self, names: Mapping[str, str | None], subject: ReportSubject) -> dict[str, Any]:
+    def section(self, names: Mapping[str, str | None], subject: ReportRecords) -> dict[str, Any]:
         """Return the section of a run, with its figures."""
         job = self._contents.client.await_verdict(names, subject.by)
         if job["state"] == "failed":
@@ -146,25 +154,25 @@ class _Report:
         result, told = shorten_verdict(job["result"], _ROWS)
         self.told += told
         self._contents.add_verdict(names, job | {"result": result})
-        matter = choose_tensors(result, self._most)
+        matter = choose_most_harmful_tensors(result, self._most)
         figures = choose_figures(result, matter, (result["comparison"] or {}).get("unit", "step"))
         parts = [name for name in names.values() if name]
         for name in parts:
             self._contents.add_route_answers(run=name)
             if name != self._baseline:
                 self._contents.add_route_answers(run=name, baseline=self._baseline)
-        drawn = [{"title": one.title, "state": one.state(names)} for one in figures if self._filled(one, parts)]
+        drawn = [{"title": one.title, "state": one.make_view_state(names)} for one in figures if self._filled(one, parts)]
         return {"title": f"{names['run']} against {names['baseline']}", "about": _about(names, subject), "figures": drawn}
 
     def _layers(self, run: str, table: str) -> list[str]:
-        return list(self._contents.client.ask("run", run=run, table=table)["tensors"]["layer"])
+        return list(self._contents.client.request_answer("run", run=run, table=table)["tensors"]["layer"])
 
     def _filled(self, figure: Figure, parts: Sequence[str]) -> bool:
         """Fill a figure with data. Return False if there is no data or no room."""
         if figure.view == "verdict":
             return True
         held = self._contents.held
-        before = set(held.names())
+        before = set(held.list_names())
         fill = {
             "course": self._course,
             "map": self._map,
@@ -179,28 +187,30 @@ class _Report:
         return any(sizes)
 
     def _course(self, figure: Figure, run: str) -> int:
-        table = figure.state({}).get("table", "metrics")
+        table = figure.make_view_state({}).get("table", "metrics")
         assert figure.metric is not None
-        return self._contents.add_course(run, figure.metric, table, len(self._layers(run, table)))
+        return self._contents.add_heatmap(run, figure.metric, table, len(self._layers(run, table)))
 
     def _map(self, figure: Figure, run: str) -> int:
-        table = figure.state({}).get("table", "metrics")
-        steps = list_steps(self._contents.client, run, table)
-        self._contents.add_run(run, table, steps)
+        table = figure.make_view_state({}).get("table", "metrics")
+        steps = list_sampled_steps(self._contents.client, run, table)
+        self._contents.add_run_description(run, table, steps)
         assert figure.metric is not None
         self._contents.add_route_answers(run=run, metric=figure.metric, table=table)
-        return self._contents.add_frames(run, figure.metric, table, choose_nearest(steps, figure.step))
+        return self._contents.add_metric_at_steps(run, figure.metric, table, choose_nearest_step(steps, figure.step))
 
     def _timeline(self, figure: Figure, run: str) -> int:
         about = self._tensor(figure, run)
         self._contents.add_route_answers(run=run, **about)
         if run != self._baseline:
             self._contents.add_route_answers(run=run, baseline=self._baseline, **about)
-        return self._contents.add_timeline(run, **about)
+        return self._contents.add_tensor_timeline(run, **about)
 
     def _distribution(self, figure: Figure, run: str) -> int:
-        steps = choose_nearest(list_steps(self._contents.client, run, figure.state({})["table"]), figure.step)
-        return self._contents.add_histograms(run, **self._tensor(figure, run), steps=steps)
+        steps = choose_nearest_step(
+            list_sampled_steps(self._contents.client, run, figure.make_view_state({})["table"]), figure.step
+        )
+        return self._contents.add_tensor_histograms(run, **self._tensor(figure, run), steps=steps)
 
     def _tensor(self, figure: Figure, run: str) -> dict[str, str]:
         """Return the layer and role of a figure's tensor, with the layer's name in a run's record."""
@@ -209,6 +219,6 @@ class _Report:
         return {"layer": tensor.layer, "role": tensor.role}
 
 
-def _about(names: Mapping[str, str | None], subject: ReportSubject) -> str:
+def _about(names: Mapping[str, str | None], subject: ReportRecords) -> str:
     beside = f", with the reference run {names['reference']}" if names["reference"] else ""
     return f"{names['run']} is compared with {names['baseline']}{beside}."

@@ -17,19 +17,19 @@ from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 from ..._version import __version__
 from ...errors import ConfigError
 from ..plugin import FP8Plugin
-from ..records.logdir import Root, name_roots
-from ..records.thinning import shorten_verdict, spread_steps
-from ..runs_table import suggest_parts
-from ..web import SCRIPT, ForeignSiteError, NotFoundError, PageScript, build_wsgi, is_local
+from ..records.logdir import LogdirRoot, name_roots
+from ..records.thinning import choose_evenly_spread_steps, shorten_verdict
+from ..runs_table import suggest_run_roles
+from ..web import SCRIPT, CachedPageScript, ForeignSiteError, NotFoundError, make_wsgi_application, names_this_server
 from .contents import (
-    PackedAnswers,
+    CompressedAnswers,
     PageContents,
     RouteClient,
     ShownTensor,
-    choose_tensors,
-    encode_script,
+    choose_most_harmful_tensors,
+    encode_json_for_script,
     list_metrics,
-    list_steps,
+    list_sampled_steps,
 )
 
 #: content security policy of a page in one file, which loads nothing from elsewhere
@@ -56,7 +56,7 @@ def render_single_file(title: str, data: dict[str, Any]) -> str:
 
 def render_data(data: dict[str, Any]) -> str:
     """Return the script that contains the data of a page."""
-    return f"globalThis.fp8DebugPage = {encode_script(data)};"
+    return f"globalThis.fp8DebugPage = {encode_json_for_script(data)};"
 
 
 #: prefix of the routes, the same as in TensorBoard
@@ -74,7 +74,7 @@ class _Quiet(WSGIRequestHandler):
         """Write nothing."""
 
 
-def bind_server(roots: Sequence[Root], host: str, port: int) -> BaseWSGIServer:
+def make_bound_server(roots: Sequence[LogdirRoot], host: str, port: int) -> BaseWSGIServer:
     """Return a server that is bound but not started.
 
     Args:
@@ -96,14 +96,14 @@ def bind_server(roots: Sequence[Root], host: str, port: int) -> BaseWSGIServer:
         ) from None
 
 
-def _build_application(roots: Sequence[Root], host: str) -> Callable[..., Iterable[bytes]]:
+def _build_application(roots: Sequence[LogdirRoot], host: str) -> Callable[..., Iterable[bytes]]:
     """Return a WSGI application: the page at /, its script and the tab's routes below `/data/plugin/fp8`."""
     places = {f"{_ROUTES}{name}": route for name, route in FP8Plugin.open_folders(roots).get_plugin_apps().items()}
-    places |= {f"{_ROUTES}/page.js": build_wsgi(PageScript()), "/": build_wsgi(_index)}
-    missing, foreign = build_wsgi(_missing), build_wsgi(_foreign)
+    places |= {f"{_ROUTES}/page.js": make_wsgi_application(CachedPageScript()), "/": make_wsgi_application(_index)}
+    missing, foreign = make_wsgi_application(_missing), make_wsgi_application(_foreign)
 
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        ours = is_local(environ.get("HTTP_HOST", ""), host)
+        ours = names_this_server(environ.get("HTTP_HOST", ""), host)
         chosen = places.get(environ.get("PATH_INFO", ""), missing) if ours else foreign
         found: Iterable[bytes] = chosen(environ, start_response)
         return found
@@ -161,7 +161,7 @@ def export_page(folder: str | os.PathLike[str], addresses: Sequence[str]) -> tup
         raise ConfigError(f"{place} cannot be written: {error.strerror}") from None
 
 
-def _written(place: Path, held: PackedAnswers) -> tuple[int, int]:
+def _written(place: Path, held: CompressedAnswers) -> tuple[int, int]:
     inline: dict[str, str] = {}
     files: dict[str, str] = {}
     (place / "data").mkdir()
@@ -171,7 +171,7 @@ def _written(place: Path, held: PackedAnswers) -> tuple[int, int]:
             continue
         files[name] = f"data/{i:05}.js"
         (place / files[name]).write_text(
-            f"fp8DebugPage.held[{encode_script(name)}] = {encode_script(text)};", encoding="utf-8"
+            f"fp8DebugPage.held[{encode_json_for_script(name)}] = {encode_json_for_script(text)};", encoding="utf-8"
         )
     data = {"held": inline, "files": files, "missing": _MISSING}
     (place / "data.js").write_text(render_data(data), encoding="utf-8")
@@ -187,7 +187,7 @@ class _Export:
 
     def __init__(self, client: RouteClient) -> None:
         self.contents, self._client = PageContents(client), client
-        listed = client.ask("runs")["runs"]
+        listed = client.request_answer("runs")["runs"]
         self._runs = [run["name"] for run in listed if run["state"] not in ("unreadable", "empty")]
         if not self._runs:
             raise ConfigError("no run record with samples below these folders; give a folder that contains one")
@@ -197,22 +197,22 @@ class _Export:
     def fill(self) -> None:
         """Collect all answers. Begin with the verdicts, because their tensors take precedence if the page gets full."""
         self._verdicts()
-        tables = [(run, table) for run in self._runs for table in self._client.ask("run", run=run)["tables"]]
+        tables = [(run, table) for run in self._runs for table in self._client.request_answer("run", run=run)["tables"]]
         columns = sum(self._width(run, table) for run, table in tables)
         room = int(_MAPS / _PACKED / max(1, columns))
         for run, table in tables:
             self._maps(run, table, max(1, min(_STEPS, room)))
         for run in self._runs:
             self.contents.add_route_answers(run=run)
-            self.contents.add_fingerprints(run)
+            self.contents.add_run_settings(run)
         for run, baseline in permutations(self._runs, 2):
-            self.contents.add_names(run, baseline)
+            self.contents.add_baseline_layer_names(run, baseline)
         self._tensors()
-        self.contents.add_rows(suggest_parts(self._runs)["baseline"])
-        self.contents.add_runs([*self._told, _NEEDS_SERVER])
+        self.contents.add_runs_table(suggest_run_roles(self._runs)["baseline"])
+        self.contents.add_run_list([*self._told, _NEEDS_SERVER])
 
     def _verdicts(self) -> None:
-        parts = suggest_parts(self._runs)
+        parts = suggest_run_roles(self._runs)
         baseline, reference = parts["baseline"], parts["reference"]
         others = [run for run in self._runs if run not in (baseline, reference)] or [self._runs[0]]
         for run in others[:_VERDICTS]:
@@ -224,10 +224,10 @@ class _Export:
                 result, told = shorten_verdict(job["result"], _ROWS)
                 job, self._told = job | {"result": result}, [*self._told, *told]
                 for name in (run, *names.values()):
-                    self._note(name, names.get("baseline"), choose_tensors(result, _TENSORS))
+                    self._note(name, names.get("baseline"), choose_most_harmful_tensors(result, _TENSORS))
             self.contents.add_verdict({"run": run, **names}, job)
             for name in names.values():
-                self.contents.add_fingerprints(str(name), run)
+                self.contents.add_run_settings(str(name), run)
             self._against(run, baseline if baseline != run else None)
         if len(others) > _VERDICTS:
             self._told.append(f"Verdicts are those of the first {_VERDICTS} of {len(others)} runs.")
@@ -245,20 +245,20 @@ class _Export:
                 self.contents.add_route_answers(run=run, baseline=baseline, layer=tensor.layer, role=tensor.role)
 
     def _width(self, run: str, table: str) -> int:
-        return len(self._client.ask("run", run=run, table=table)["tensors"]["layer"]) * len(list_metrics(table))
+        return len(self._client.request_answer("run", run=run, table=table)["tensors"]["layer"]) * len(list_metrics(table))
 
     def _since(self, run: str) -> list[int | None]:
         return [tensor.since for tensor in self._matter.get(run, [])]
 
     def _maps(self, run: str, table: str, most: int) -> None:
-        every = list_steps(self._client, run, table)
-        steps = spread_steps(every, most, self._since(run))
-        self.contents.add_run(run, table, steps)
-        tensors = len(self._client.ask("run", run=run, table=table)["tensors"]["layer"])
+        every = list_sampled_steps(self._client, run, table)
+        steps = choose_evenly_spread_steps(every, most, self._since(run))
+        self.contents.add_run_description(run, table, steps)
+        tensors = len(self._client.request_answer("run", run=run, table=table)["tensors"]["layer"])
         for metric in list_metrics(table):
             self.contents.add_route_answers(run=run, metric=metric, table=table)
-            self.contents.add_frames(run, metric, table, steps)
-            self.contents.add_course(run, metric, table, tensors)
+            self.contents.add_metric_at_steps(run, metric, table, steps)
+            self.contents.add_heatmap(run, metric, table, tensors)
         if len(steps) < len(every):
             self._told.append(f"{run}: {len(steps)} of {len(every):,} sampled steps are in this page.")
 
@@ -268,16 +268,16 @@ class _Export:
         for run in self._runs:
             matter = [(tensor.layer, tensor.role) for tensor in self._matter.get(run, [])]
             for layer, role in matter:
-                self.contents.add_timeline(run, layer, role)
+                self.contents.add_tensor_timeline(run, layer, role)
                 self.contents.add_route_answers(run=run, layer=layer, role=role)
-            about = self._client.ask("run", run=run)
-            steps = spread_steps(about["steps"], _HISTOGRAMS, self._since(run))
-            self.contents.add_other_recipes(run, steps)
+            about = self._client.request_answer("run", run=run)
+            steps = choose_evenly_spread_steps(about["steps"], _HISTOGRAMS, self._since(run))
+            self.contents.add_metrics_of_other_recipes(run, steps)
             tensors = list(dict.fromkeys([*matter, *zip(about["tensors"]["layer"], about["tensors"]["role"], strict=True)]))
             all_of_them += len(tensors)
             for layer, role in tensors:
                 if taken < _DISTRIBUTIONS * (self._runs.index(run) + 1) / len(self._runs):
-                    taken += (size := self.contents.add_histograms(run, layer, role, steps))
+                    taken += (size := self.contents.add_tensor_histograms(run, layer, role, steps))
                     there += size > 0
         self._told.append(
             f"Distributions of {there:,} of {all_of_them:,} tensors are in this page, at up to {_HISTOGRAMS} steps a run."

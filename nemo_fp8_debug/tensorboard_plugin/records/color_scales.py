@@ -13,27 +13,27 @@ import numpy as np
 from ...analysis.comparison.onset import (
     EVIDENCE,
     OnsetCriterion,
-    compute_baseline_threshold,
-    compute_size_threshold,
-    running_median,
+    compute_least_rise_for_size,
+    compute_least_rise_from_baseline,
+    compute_running_median,
 )
 from ...analysis.formatting import make_jsonable
 from ...core.threads import map_in_threads
 from ...record.schema import Part
-from ...record.storage import Storage
-from ..cache import Cache
-from .heatmap import describe_tensors, find_warm_up_end, pack_table
+from ...record.storage import FolderStorage
+from ..cache import LRUCache
+from .heatmap import find_warm_up_end, make_tensor_columns, pack_header_and_array
 from .metadata import list_tensors
 from .part_matrices import (
     Array,
-    Layout,
-    PartMatrices,
-    RecordIndex,
-    Tensors,
-    compute_values,
-    list_columns,
+    CachedPartReader,
+    RowLayout,
+    SampledStepIndex,
+    TensorKeys,
+    compute_metric_values,
+    convert_to_float_array,
+    list_columns_of_metric,
     mark_what_if_rows,
-    read_numbers,
 )
 
 #: number of bits to drop from float32 to get BF16, and number of further bits to drop for the few bars of a histogram
@@ -42,7 +42,7 @@ _MOST = float(np.finfo(np.float32).max) / 2
 
 
 @dataclass(frozen=True)
-class Extent:
+class MetricRange:
     """The range of finite values, and the count of each value rounded to BF16."""
 
     low: float
@@ -54,7 +54,7 @@ class Extent:
     counts: Array
 
     @classmethod
-    def measure_extent(cls, values: Array) -> Extent:
+    def measure_extent(cls, values: Array) -> MetricRange:
         """Return the range and the counts of the finite values."""
         found = values[np.isfinite(values)]
         low, high = float(found.min(initial=np.inf)), float(found.max(initial=-np.inf))
@@ -70,7 +70,7 @@ class Extent:
         """Return the size in bytes."""
         return int(self.values.nbytes + self.counts.nbytes)
 
-    def quantile(self, percent: float) -> float | None:
+    def compute_quantile(self, percent: float) -> float | None:
         """Return a quantile with a relative error of at most 0.4%, or None without values."""
         if not len(self.values):
             return None
@@ -79,17 +79,17 @@ class Extent:
         return float(np.clip(value, self.low, self.high))
 
 
-def merge_extents(extents: Sequence[Extent]) -> Extent:
+def merge_extents(extents: Sequence[MetricRange]) -> MetricRange:
     """Merge several ranges into one that covers all their values, and add up the counts."""
     if not extents:
-        return Extent.measure_extent(np.empty(0))
+        return MetricRange.measure_extent(np.empty(0))
     values, place = np.unique(np.concatenate([e.values for e in extents]), return_inverse=True)
     counts = np.bincount(place, np.concatenate([e.counts for e in extents]), len(values)).astype(np.int64)
     lows, highs, positives = zip(*((e.low, e.high, e.positive) for e in extents), strict=True)
-    return Extent(min(lows), max(highs), min(positives), values, counts)
+    return MetricRange(min(lows), max(highs), min(positives), values, counts)
 
 
-def coarsen_extent(extent: Extent) -> tuple[Array, Array]:
+def coarsen_extent(extent: MetricRange) -> tuple[Array, Array]:
     """Return the values rounded to 4 significant bits, ascending, and their counts."""
     bits = extent.values.astype(np.float32).view(np.uint32) >> (_DROPPED + _COARSER)
     codes, place = np.unique(bits, return_inverse=True)
@@ -116,14 +116,14 @@ PERCENTILES = (1.0, 50.0, 99.0)
 _EXTENTS = 32 << 20
 
 
-class Extents:
+class MetricRangeCache:
     """Cached ranges and counts of metrics, by part."""
 
-    def __init__(self, parts: PartMatrices) -> None:
+    def __init__(self, parts: CachedPartReader) -> None:
         self._parts = parts
-        self._known: Cache[Extent] = Cache(_EXTENTS, lambda extent: extent.nbytes)
+        self._known: LRUCache[MetricRange] = LRUCache(_EXTENTS, lambda extent: extent.nbytes)
 
-    def describe(self, run: Storage, metric: str) -> dict[str, Any]:
+    def describe_metric_range(self, run: FolderStorage, metric: str) -> dict[str, Any]:
         """Describe the values of a metric over all readable sampled steps.
 
         Returns:
@@ -132,7 +132,7 @@ class Extents:
             99), values (rounded to 4 significant bits, ascending), and counts.
         """
 
-        def read(index: RecordIndex) -> dict[str, Any]:
+        def read(index: SampledStepIndex) -> dict[str, Any]:
             warm_up = find_warm_up_end(index)
             until = -1 if warm_up is None else warm_up
             early = self._of_parts(run, index, metric, lambda step: step <= until)
@@ -145,7 +145,7 @@ class Extents:
                     "high": whole.high,
                     "positive": whole.positive,
                     "warm_up": warm_up,
-                    "percentiles": [later.quantile(percent) for percent in PERCENTILES],
+                    "percentiles": [later.compute_quantile(percent) for percent in PERCENTILES],
                     "values": values.tolist(),
                     "counts": counts.tolist(),
                 }
@@ -153,7 +153,9 @@ class Extents:
 
         return self._parts.read_with_retry(run, read)
 
-    def _of_parts(self, run: Storage, index: RecordIndex, metric: str, wanted: Callable[[int], bool]) -> list[Extent]:
+    def _of_parts(
+        self, run: FolderStorage, index: SampledStepIndex, metric: str, wanted: Callable[[int], bool]
+    ) -> list[MetricRange]:
         """Return the range and counts of each part over its wanted steps."""
         found = []
         for part, steps in index.steps_by_part.items():
@@ -162,19 +164,21 @@ class Extents:
                 found.append(self._parts.read_unless_damaged(run, part, metric, read))
         return [extent for extent in found if extent is not None]
 
-    def _of_part(self, run: Storage, part: Part, name: str, steps: Sequence[int]) -> Extent:
+    def _of_part(self, run: FolderStorage, part: Part, name: str, steps: Sequence[int]) -> MetricRange:
         parts = self._parts
 
-        def make() -> Extent:
-            whole = len(steps) == len(parts.outline(run, part).steps)
+        def make() -> MetricRange:
+            whole = len(steps) == len(parts.read_outline(run, part).steps)
             is_mixed = parts.table != "metrics"
             others = [*(() if whole else ("step",)), *(("scale_source",) if is_mixed else ())]
-            rows = parts.columns(run, part, *list_columns(parts.table, name), *others)
-            values = compute_values(rows, parts.table, name)
+            rows = parts.read_columns(run, part, *list_columns_of_metric(parts.table, name), *others)
+            values = compute_metric_values(rows, parts.table, name)
             values = np.where(mark_what_if_rows(rows), np.nan, values) if is_mixed else values
-            return Extent.measure_extent(values if whole else values[np.isin(read_numbers(rows["step"]), steps)])
+            return MetricRange.measure_extent(
+                values if whole else values[np.isin(convert_to_float_array(rows["step"]), steps)]
+            )
 
-        return self._known.get((str(run), part.path, name, tuple(steps)), make)
+        return self._known.get_or_make((str(run), part.path, name, tuple(steps)), make)
 
 
 #: least changes that count for metrics that `compare` does not use; 0.585 bits mean that an error grew by half
@@ -184,7 +188,7 @@ _LEAST = {"sqnr_db": 10 * np.log10(1.5), "cosine": 0.01, "dynamic_range_log2": 3
 _CELLS, _BLOCK = 1 << 27, 128
 
 
-def pack_rise_thresholds(parts: PartMatrices, run: Storage, metric: str) -> bytes:
+def pack_rise_thresholds(parts: CachedPartReader, run: FolderStorage, metric: str) -> bytes:
     """Return how much a metric must rise or fall to count, for each tensor of this run.
 
     Returns:
@@ -193,9 +197,9 @@ def pack_rise_thresholds(parts: PartMatrices, run: Storage, metric: str) -> byte
         kind and depth.
     """
 
-    def read(index: RecordIndex) -> bytes:
+    def read(index: SampledStepIndex) -> bytes:
         rise, fall = _evidence_of(metric)
-        layouts = {part: layout for part in index.steps_by_part if (layout := parts.find_layout(run, part))}
+        layouts = {part: layout for part in index.steps_by_part if (layout := parts.read_layout_unless_damaged(run, part))}
         tensors = list_tensors(layouts)
         at_once = max(_BLOCK, _CELLS // max(1, len(index.steps)))
         least = np.empty((2, len(tensors)), "<f4")
@@ -205,11 +209,11 @@ def pack_rise_thresholds(parts: PartMatrices, run: Storage, metric: str) -> byte
             blocks = [slice(begin, begin + _BLOCK) for begin in range(0, values.shape[1], _BLOCK)]
             least[:, some] = np.concatenate(list(map_in_threads(partial(_least, values, rise, fall), blocks)), axis=1)
         if rise.least_values:
-            least[0] = np.maximum(least[0], compute_size_threshold(rise, _sizes(parts, run, index, tensors)))
+            least[0] = np.maximum(least[0], compute_least_rise_for_size(rise, _sizes(parts, run, index, tensors)))
         if not fall:
             least[1] = least[0]
         header = {"log2": rise.log2, "floor": rise.floor if rise.log2 else 0.0, "least": rise.least}
-        return pack_table({**header, **describe_tensors(tensors)}, least)
+        return pack_header_and_array({**header, **make_tensor_columns(tensors)}, least)
 
     return parts.read_with_retry(run, read)
 
@@ -218,8 +222,8 @@ def _least(values: Array, rise: OnsetCriterion, fall: OnsetCriterion | None, som
     """Return the least rise and the least fall that count for some tensors, [2, tensors]."""
     block = np.ascontiguousarray(values[:, some].T)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        medians = running_median(block)
-        return np.stack([compute_baseline_threshold(evidence, block, medians) for evidence in (rise, fall or rise)])
+        medians = compute_running_median(block)
+        return np.stack([compute_least_rise_from_baseline(evidence, block, medians) for evidence in (rise, fall or rise)])
 
 
 def _evidence_of(metric: str) -> tuple[OnsetCriterion, OnsetCriterion | None]:
@@ -233,10 +237,10 @@ def _evidence_of(metric: str) -> tuple[OnsetCriterion, OnsetCriterion | None]:
 
 
 def _values(
-    parts: PartMatrices,
-    run: Storage,
-    index: RecordIndex,
-    layouts: Mapping[Part, Layout],
+    parts: CachedPartReader,
+    run: FolderStorage,
+    index: SampledStepIndex,
+    layouts: Mapping[Part, RowLayout],
     metric: str,
     tensors: Sequence[tuple[str, str]],
 ) -> Array:
@@ -252,19 +256,19 @@ def _values(
     def fill(part: Part) -> None:
         layout, mine = layouts[part], index.steps_by_part[part]
         columns, here = of_sets[layout.tensors]
-        found = parts.find_metric(run, part, layout, metric)[np.searchsorted(layout.steps, mine)]
+        found = parts.read_metric_or_nan(run, part, layout, metric)[np.searchsorted(layout.steps, mine)]
         values[np.ix_(np.searchsorted(index.steps, mine), here)] = found[:, columns]
 
     deque(map_in_threads(fill, list(layouts)), 0)
     return values
 
 
-def _sizes(parts: PartMatrices, run: Storage, index: RecordIndex, tensors: Tensors) -> Array:
+def _sizes(parts: CachedPartReader, run: FolderStorage, index: SampledStepIndex, tensors: TensorKeys) -> Array:
     """Return the number of values of each tensor in the newest part, [T], infinite if unknown."""
     sizes = dict.fromkeys(tensors, np.inf)
-    for part in index.newest_first[:1]:
-        if layout := parts.find_layout(run, part):
+    for part in index.newest_parts_first[:1]:
+        if layout := parts.read_layout_unless_damaged(run, part):
             with np.errstate(invalid="ignore"):
-                most = np.fmax.reduce(parts.find_metric(run, part, layout, "n"), axis=0)
+                most = np.fmax.reduce(parts.read_metric_or_nan(run, part, layout, "n"), axis=0)
             sizes |= {key: n for key, n in zip(layout.tensors, most.tolist(), strict=True) if n > 0}
     return np.array([sizes[key] for key in tensors])

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ...analysis.comparison.drift import read_depth, read_kind
+from ...analysis.comparison.drift import parse_gemm_kind, parse_layer_index
 from ...core.threads import map_in_threads
 from ...record.schema import Part
-from ...record.storage import Storage
-from ..web import BadParameter
+from ...record.storage import FolderStorage
+from ..web import BadParameterError
 from . import metadata
 from .metadata import list_tensors
-from .part_matrices import Array, PartMatrices, RecordIndex, Tensors
+from .part_matrices import Array, CachedPartReader, SampledStepIndex, TensorKeys
 
 #: largest number of sampled steps in one answer
 MOST_STEPS = 128
@@ -26,57 +26,62 @@ _PLACED = 32
 
 
 @lru_cache(_PLACED)
-def describe_tensors(tensors: Tensors) -> dict[str, list[Any]]:
+def make_tensor_columns(tensors: TensorKeys) -> dict[str, list[Any]]:
     """Return layer, role, kind and depth of tensors."""
     layers = [layer for layer, _ in tensors]
     roles = [role for _, role in tensors]
-    return {"layer": layers, "role": roles, "kind": list(map(read_kind, layers)), "depth": list(map(read_depth, layers))}
+    return {
+        "layer": layers,
+        "role": roles,
+        "kind": list(map(parse_gemm_kind, layers)),
+        "depth": list(map(parse_layer_index, layers)),
+    }
 
 
-def list_newest_tensors(parts: PartMatrices, run: Storage, index: RecordIndex) -> Tensors:
+def list_newest_tensors(parts: CachedPartReader, run: FolderStorage, index: SampledStepIndex) -> TensorKeys:
     """Return the tensors of the newest readable part."""
-    for part in index.newest_first:
-        if layout := parts.find_layout(run, part):
+    for part in index.newest_parts_first:
+        if layout := parts.read_layout_unless_damaged(run, part):
             return layout.tensors
-    return Tensors()
+    return TensorKeys()
 
 
-def pack_frames(parts: PartMatrices, run: Storage, metric: str, first: int, last: int) -> bytes:
+def pack_metric_at_steps(parts: CachedPartReader, run: FolderStorage, metric: str, first: int, last: int) -> bytes:
     """Return a metric of all tensors at the sampled steps in [first, last].
 
     The answer is a header (steps, layer, role, kind, depth), and float32 [steps, tensors].
 
     Raises:
-        BadParameter: there are more than `MOST_STEPS` sampled steps.
+        BadParameterError: there are more than `MOST_STEPS` sampled steps.
     """
 
-    def read(index: RecordIndex) -> bytes:
+    def read(index: SampledStepIndex) -> bytes:
         steps = index.steps[(index.steps >= first) & (index.steps <= last)].tolist()
         if len(steps) > MOST_STEPS:
-            raise BadParameter(
+            raise BadParameterError(
                 f"There are {len(steps)} sampled steps from {first} to {last}; ask for {MOST_STEPS} at a time."
             )
         owners = list(dict.fromkeys(index.owner[step] for step in steps))
-        layouts = {part: layout for part in owners if (layout := parts.find_layout(run, part))}
+        layouts = {part: layout for part in owners if (layout := parts.read_layout_unless_damaged(run, part))}
         tensors = list(dict.fromkeys(key for held in dict.fromkeys(lay.tensors for lay in layouts.values()) for key in held))
         column = {key: i for i, key in enumerate(tensors)}
         values = np.full((len(steps), len(tensors)), np.nan, "<f4")
         for part, layout in layouts.items():
             mine = [i for i, step in enumerate(steps) if index.owner[step] == part]
             at = np.searchsorted(layout.steps, [steps[i] for i in mine])
-            metrics = parts.find_metric(run, part, layout, metric)
+            metrics = parts.read_metric_or_nan(run, part, layout, metric)
             with np.errstate(over="ignore"):
                 found = metrics[at].astype("<f4")
             if len(layout.tensors) == len(tensors) and list(layout.tensors) == tensors:
                 values[mine] = found
             else:
                 values[np.ix_(mine, [column[key] for key in layout.tensors])] = found
-        return pack_table({"steps": steps, **describe_tensors(tuple(tensors))}, values)
+        return pack_header_and_array({"steps": steps, **make_tensor_columns(tuple(tensors))}, values)
 
     return parts.read_with_retry(run, read)
 
 
-def pack_table(header: dict[str, Any], values: Any) -> bytes:
+def pack_header_and_array(header: dict[str, Any], values: Any) -> bytes:
     """Return the length of a JSON header (4 bytes, little endian), the header, and an array."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
@@ -87,7 +92,9 @@ def pack_table(header: dict[str, Any], values: Any) -> bytes:
 ENOUGH_VALUES, ENOUGH_COLUMNS, MOST_VALUES = 1_200_000, 200, 4_000_000
 
 
-def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | None, last: int | None, columns: int) -> bytes:
+def pack_heatmap(
+    parts: CachedPartReader, run: FolderStorage, metric: str, first: int | None, last: int | None, columns: int
+) -> bytes:
     """Return a metric of all tensors over the sampled steps in [first, last].
 
     Group the steps into intervals of `width` steps, beginning at `from`. For each interval that has samples, return a column
@@ -104,12 +111,12 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
         order of execution.
     """
 
-    def read(index: RecordIndex) -> bytes:
+    def read(index: SampledStepIndex) -> bytes:
         begin = int(first if first is not None else index.steps[0] if len(index.steps) else 0)
         end = int(last if last is not None else index.steps[-1] if len(index.steps) else 0)
         steps = index.steps[(index.steps >= begin) & (index.steps <= end)]
         owners = list(dict.fromkeys(index.owner[step] for step in steps.tolist()))
-        layouts = {part: layout for part in owners if (layout := parts.find_layout(run, part))}
+        layouts = {part: layout for part in owners if (layout := parts.read_layout_unless_damaged(run, part))}
         tensors = list_tensors(layouts)
         width = _width(end - begin + 1, columns, len(tensors))
         stretches, first_of, samples = np.unique((steps - begin) // width, return_index=True, return_counts=True)
@@ -124,7 +131,7 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
             mine = mine[(mine >= begin) & (mine <= end)]
             at, starts = np.unique(np.searchsorted(stretches, (mine - begin) // width), return_index=True)
             rows = np.searchsorted(layouts[part].steps, mine)
-            values = parts.find_metric(run, part, layouts[part], metric)
+            values = parts.read_metric_or_nan(run, part, layouts[part], metric)
             values = values if len(rows) == len(values) else values[rows]
             return at, _worst_of(metric, values, starts)
 
@@ -140,12 +147,14 @@ def pack_heatmap(parts: PartMatrices, run: Storage, metric: str, first: int | No
             "samples": samples.tolist(),
         }
         with np.errstate(over="ignore"):
-            return pack_table({**header, **describe_tensors(tensors)}, np.ascontiguousarray(worst.T.astype("<f4")))
+            return pack_header_and_array(
+                {**header, **make_tensor_columns(tensors)}, np.ascontiguousarray(worst.T.astype("<f4"))
+            )
 
     return parts.read_with_retry(run, read)
 
 
-def find_warm_up_end(index: RecordIndex) -> int | None:
+def find_warm_up_end(index: SampledStepIndex) -> int | None:
     """Return the last step of a run's warm-up, or None if there are fewer than two samples."""
     return int(index.steps[int(np.ceil(WARM_UP * len(index.steps))) - 1]) if len(index.steps) > 1 else None
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from ...core.threads import run_in_background
 from ...errors import ConfigError
-from ...record.schema import parse_attempt
-from ...record.storage import TABLES, Storage, find_link_out, is_link_out, join_path
+from ...record.schema import parse_attempt_number
+from ...record.storage import TABLES, FolderStorage, find_link_out_of_folder, is_link_out_of_folder, join_path
 from ..web import NotFoundError, quote_text
 
 #: name of the folder in which a callback puts its record; names of runs leave out this folder
@@ -28,40 +28,40 @@ _SEVERAL = "name the place itself: `nemo-fp8-debug view PLACE`, or TensorBoard's
 
 
 @dataclass(frozen=True)
-class Root:
+class LogdirRoot:
     """A folder that TensorBoard shows. The names of its runs begin with `name`."""
 
     name: str
     address: str
 
 
-def parse_flags(flags: Any) -> list[Root]:
+def parse_logdir_flags(flags: Any) -> list[LogdirRoot]:
     """Return the roots in --logdir and --logdir_spec, parsed like in TensorBoard."""
     logdir, spec = getattr(flags, "logdir", None), getattr(flags, "logdir_spec", None)
     if logdir:
-        return [Root("", os.path.expanduser(logdir))]
+        return [LogdirRoot("", os.path.expanduser(logdir))]
     return [_specified(part) for part in (spec or "").split(",") if part]
 
 
-def _specified(part: str) -> Root:
+def _specified(part: str) -> LogdirRoot:
     named = ":" in part and not _URL.match(part) and not part.startswith("/") and not os.path.splitdrive(part)[0]
     name, path = part.split(":", 1) if named else ("", part)
-    return Root(name, path if _URL.match(path) else os.path.expanduser(path))
+    return LogdirRoot(name, path if _URL.match(path) else os.path.expanduser(path))
 
 
 @dataclass
 class FoundRecords:
     """The result of a search of all roots."""
 
-    records: dict[str, Storage] = field(default_factory=dict)
+    records: dict[str, FolderStorage] = field(default_factory=dict)
     #: reasons why folders are not read, by folder name
     refused: dict[str, str] = field(default_factory=dict)
 
 
-class Logdir:
+class LogdirRecords:
     """The records below some roots, searched in the background on demand."""
 
-    def __init__(self, roots: Sequence[Root], warm: Callable[[Storage], None]) -> None:
+    def __init__(self, roots: Sequence[LogdirRoot], warm: Callable[[FolderStorage], None]) -> None:
         """
         Args:
             warm: function that is called in the background with each record that was found.
@@ -75,7 +75,7 @@ class Logdir:
         self._next = 0.0
         self._begun = time.monotonic()
 
-    def find_records(self) -> FoundRecords:
+    def list_known_records(self) -> FoundRecords:
         """Return the known records. Search again after some seconds, and wait a little for the first search."""
         self.start_search()
         self._done.wait(max(0.0, self._begun + _FIRST - time.monotonic()))
@@ -87,18 +87,18 @@ class Logdir:
         self._some.wait(wait)
         return bool(self._found.records)
 
-    def await_all(self) -> None:
+    def await_first_search(self) -> None:
         """Wait until all roots have been searched once."""
         self.start_search()
         self._done.wait()
 
-    def record(self, name: str) -> Storage:
+    def get_record(self, name: str) -> FolderStorage:
         """Return the record of a run.
 
         Raises:
             NotFoundError: there is no run of that name, or a link has replaced it.
         """
-        records = self.find_records().records
+        records = self.list_known_records().records
         if name not in records:
             some = ", ".join(quote_text(known) for known in list(records)[:3]) or "none yet"
             raise NotFoundError(f"There is no run {quote_text(name)} below the logdir. Runs found so far: {some}.")
@@ -136,10 +136,10 @@ class Logdir:
                 self._is_looking = False
 
 
-def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage]]:
+def _records(root: LogdirRoot, refused: dict[str, str]) -> Iterator[tuple[str, FolderStorage]]:
     """Yield names and folders of the records of a root. Add folders that are not read to `refused`."""
     try:
-        storage = Storage(os.path.realpath(root.address) if "://" not in root.address else root.address)
+        storage = FolderStorage(os.path.realpath(root.address) if "://" not in root.address else root.address)
     except ConfigError as error:
         refused[root.name or root.address] = f"{error}; install the driver or name another folder."
         return
@@ -149,27 +149,27 @@ def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage
         if name in taken:  # a record inside another record's folder
             name = _name(root, folder)
         taken.add(name)
-        yield name, storage.below(folder) if folder else storage
+        yield name, storage.open_subfolder(folder) if folder else storage
 
 
-def _name(root: Root, folder: str) -> str:
+def _name(root: LogdirRoot, folder: str) -> str:
     return join_path(root.name, folder) or "."
 
 
-def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str]:
+def _walk(storage: FolderStorage, root: LogdirRoot, refused: dict[str, str]) -> Iterator[str]:
     """Yield folders with a record, breadth first."""
     waiting = [""]
     for folder in waiting:
         try:
-            entries = list(storage.entries(folder))
+            entries = list(storage.list_entries(folder))
         except Exception as error:  # drivers of remote file systems raise their own errors
             if not isinstance(error, FileNotFoundError):  # deleted meanwhile
                 refused[_readable(_name(root, folder))] = f"The folder cannot be read ({_said(error)}); fix its permissions."
             continue
         links = [name for name, kind in entries if kind == "link"]
-        out = {name for name in links if is_link_out(storage, join_path(folder, name))}
-        is_record = any(kind != "folder" and parse_attempt(name) is not None for name, kind in entries)
-        if is_record and (bad := find_link_out(storage, folder)):
+        out = {name for name in links if is_link_out_of_folder(storage, join_path(folder, name))}
+        is_record = any(kind != "folder" and parse_attempt_number(name) is not None for name, kind in entries)
+        if is_record and (bad := find_link_out_of_folder(storage, folder)):
             refused[_readable(_name(root, folder))] = f"{bad} of the record is a link out of the logdir; {_SEVERAL}."
         elif is_record:
             yield folder
@@ -189,7 +189,7 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
                 refused[_readable(_name(root, below))] = "Its name is not UTF-8, so no address can contain it; rename it."
 
 
-def _was_swapped(storage: Storage) -> bool:
+def _was_swapped(storage: FolderStorage) -> bool:
     """Return True if a folder of a record's path was replaced by a link after the search."""
     path = storage.path("") or "/"
     return storage.is_local and os.path.realpath(path) != path
@@ -203,13 +203,13 @@ def _said(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__)
 
 
-def name_roots(addresses: Sequence[str]) -> list[Root]:
+def name_roots(addresses: Sequence[str]) -> list[LogdirRoot]:
     """Return roots for addresses. If the only address is a folder with several runs, their names do not include the
     folder.
     """
     if len(addresses) == 1 and not _is_record(addresses[0]):
-        return [Root("", addresses[0])]
-    return [Root(name, address) for name, address in zip(name_runs(addresses), addresses, strict=True)]
+        return [LogdirRoot("", addresses[0])]
+    return [LogdirRoot(name, address) for name, address in zip(name_runs(addresses), addresses, strict=True)]
 
 
 def name_runs(addresses: Sequence[str]) -> list[str]:
@@ -230,7 +230,7 @@ def name_runs(addresses: Sequence[str]) -> list[str]:
 
 
 def _parts(address: str) -> list[str]:
-    parts = [part for part in Storage(address).path("").split("/") if part]
+    parts = [part for part in FolderStorage(address).path("").split("/") if part]
     return (parts[:-1] if len(parts) > 1 and parts[-1] == _USUAL else parts) or ["."]
 
 
@@ -241,5 +241,9 @@ def _end(part: list[str], parts: list[list[str]]) -> list[str]:
 
 
 def _is_record(address: str) -> bool:
-    root = Storage(address)
-    return any(parse_attempt(name) is not None for place in (root, root.below(_USUAL)) for name in place.names())
+    root = FolderStorage(address)
+    return any(
+        parse_attempt_number(name) is not None
+        for place in (root, root.open_subfolder(_USUAL))
+        for name in place.list_names()
+    )

@@ -10,7 +10,7 @@ from ...core.keys import SHOWN_AS
 from ...numerics.metric_names import LABELS, METRICS, UNITS, WORSE
 from ...record import schema
 from ...record.schema import SCHEMAS, Part
-from .part_matrices import NONFINITE, Layout, Tensors
+from .part_matrices import NONFINITE, RowLayout, TensorKeys
 
 ROLES = dict(SHOWN_AS)
 #: tables of tensors, and the tables of their histograms
@@ -88,21 +88,21 @@ _BEHIND = {"w2": "w3"}
 _KEPT = 32
 
 
-def order_tensors(tensors: Iterable[tuple[str, str]]) -> Tensors:
+def sort_tensors_by_execution(tensors: Iterable[tuple[str, str]]) -> TensorKeys:
     """Sort the (layer, role) of tensors by the layers' order of execution. Keep the order within a layer."""
     found = list(tensors)
     order = {layer: i for i, layer in enumerate(order_layers([layer for layer, _ in found]))}
-    return Tensors(sorted(found, key=lambda key: order[key[0]]))
+    return TensorKeys(sorted(found, key=lambda key: order[key[0]]))
 
 
-def list_tensors(layouts: Mapping[Part, Layout]) -> Tensors:
+def list_tensors(layouts: Mapping[Part, RowLayout]) -> TensorKeys:
     """Return (layer, role) of the tensors of all parts, in order of execution."""
     return _of_any(tuple(dict.fromkeys(layout.tensors for layout in layouts.values())))
 
 
 @lru_cache(_KEPT)
-def _of_any(different: tuple[Tensors, ...]) -> Tensors:
-    return order_tensors(dict.fromkeys(key for tensors in different for key in tensors))
+def _of_any(different: tuple[TensorKeys, ...]) -> TensorKeys:
+    return sort_tensors_by_execution(dict.fromkeys(key for tensors in different for key in tensors))
 
 
 def order_layers(layers: Sequence[str]) -> list[str]:

@@ -19,13 +19,20 @@ import polars as pl
 import pyarrow as pa
 
 from ...errors import capture_warnings
-from ...record.outline import Outline
+from ...record.outline import PartOutline
 from ...record.parquet import GROUP
-from ...record.parts import PartDamagedError, PartGoneError, list_parts, read_columns, read_outline, read_rows
-from ...record.scan import TableIndex, read_new_names
-from ...record.schema import SCHEMAS, Part, parse_attempt
-from ...record.storage import Storage
-from ..cache import Cache
+from ...record.parts import (
+    PartDamagedError,
+    PartGoneError,
+    list_parts_of_table,
+    read_part_columns,
+    read_part_outline,
+    read_part_rows,
+)
+from ...record.scan import TableStepIndex, read_operands_by_digest
+from ...record.schema import SCHEMAS, Part, parse_attempt_number
+from ...record.storage import FolderStorage
+from ..cache import LRUCache
 from ..web import UnreadableRecordError
 
 Array = npt.NDArray[Any]
@@ -37,16 +44,16 @@ WHAT_IF = "what-if"
 NONFINITE = "nonfinite"
 
 
-class Tensors(tuple[tuple[str, str], ...]):
+class TensorKeys(tuple[tuple[str, str], ...]):
     """The (layer, role) of some tensors. Many parts share an instance, so that derived data is computed only once."""
 
     @cached_property
-    def places(self) -> dict[tuple[str, str], int]:
+    def index_by_tensor(self) -> dict[tuple[str, str], int]:
         """Return the index of each tensor."""
         return {key: i for i, key in enumerate(self)}
 
     @cached_property
-    def layers(self) -> Layers:
+    def distinct_layers(self) -> Layers:
         """Return the layers of the tensors."""
         return dict.fromkeys(layer for layer, _ in self)
 
@@ -62,24 +69,24 @@ class Tensors(tuple[tuple[str, str], ...]):
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """The arrangement of a part's rows by step and tensor."""
 
     #: sampled steps, int64 [S], ascending
     steps: Array
     #: T tensors, in the order of the part
-    tensors: Tensors
+    tensors: TensorKeys
     #: row index of each tensor at each step, int32 [S, T], -1 without a row; None: all rows exist, ordered by step
     rows: Array | None
 
     @property
-    def is_wide(self) -> bool:
+    def is_faster_by_tensor(self) -> bool:
         """Return True if reading one tensor is faster than reading all tensors."""
         return len(self.tensors) > GROUP
 
-    def row(self, step: int, key: tuple[str, str]) -> int | None:
+    def find_row(self, step: int, key: tuple[str, str]) -> int | None:
         """Return the row of a tensor at a step, or None if there is no row."""
-        at, tensor = int(np.searchsorted(self.steps, step)), self.tensors.places.get(key)
+        at, tensor = int(np.searchsorted(self.steps, step)), self.tensors.index_by_tensor.get(key)
         if tensor is None or at == len(self.steps) or self.steps[at] != step:
             return None
         row = at * len(self.tensors) + tensor if self.rows is None else int(self.rows[at, tensor])
@@ -100,7 +107,7 @@ class CodedTexts:
     known: list[str | None]
 
 
-def read_numbers(column: pa.ChunkedArray | pa.Array) -> Array:
+def convert_to_float_array(column: pa.ChunkedArray | pa.Array) -> Array:
     """Return a column of numbers as a read-only array, NaN for null.
 
     Use polars. `to_numpy` of pyarrow would import pandas, if installed, and delay the first answer.
@@ -115,17 +122,17 @@ def encode_texts(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
         whole = whole.unify_dictionaries().combine_chunks() if whole.num_chunks else pa.array([], pa.string())
     coded = whole if pa.types.is_dictionary(whole.type) else whole.dictionary_encode()
     indices = coded.indices.fill_null(-1) if coded.null_count else coded.indices
-    return read_numbers(indices).astype(np.int32, copy=False), coded.dictionary.to_pylist()
+    return convert_to_float_array(indices).astype(np.int32, copy=False), coded.dictionary.to_pylist()
 
 
-def list_columns(table: str, metric: str) -> tuple[str, ...]:
-    """Return the columns that `compute_values` needs for a metric."""
+def list_columns_of_metric(table: str, metric: str) -> tuple[str, ...]:
+    """Return the columns that `compute_metric_values` needs for a metric."""
     return ("nan", "inf") if metric == NONFINITE else (metric,) if metric in SCHEMAS[table] else ()
 
 
-def compute_values(rows: pa.Table, table: str, metric: str) -> Array:
+def compute_metric_values(rows: pa.Table, table: str, metric: str) -> Array:
     """Return the values of a metric, float64 [rows], NaN for missing values."""
-    values = [np.asarray(read_numbers(rows[name]), np.float64) for name in list_columns(table, metric)]
+    values = [np.asarray(convert_to_float_array(rows[name]), np.float64) for name in list_columns_of_metric(table, metric)]
     if not values:
         return np.full(len(rows), np.nan)
     # One of the two counts may be unknown, because msProbe counts only NaN.
@@ -138,7 +145,7 @@ def mark_what_if_rows(rows: pa.Table) -> Array:
     return codes == known.index(WHAT_IF) if WHAT_IF in known else np.zeros(len(codes), bool)
 
 
-def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | None) -> Layout:
+def lay_out_rows(outline: PartOutline, names: Mapping[str, TensorKeys], tried: Array | None) -> RowLayout:
     """Return the layout of a part with rows in any order.
 
     Args:
@@ -156,7 +163,7 @@ def lay_out_rows(outline: Outline, names: Mapping[str, Tensors], tried: Array | 
     keys = list(place)
     table = np.full((len(steps), len(met)), -1, np.int32)
     table[at, np.argsort(order)[column]] = rows
-    return Layout(steps, Tensors(keys[i] for i in met[order].tolist()), table)
+    return RowLayout(steps, TensorKeys(keys[i] for i in met[order].tolist()), table)
 
 
 T = TypeVar("T")
@@ -173,7 +180,7 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class RecordIndex(TableIndex):
+class SampledStepIndex(TableStepIndex):
     """The sampled steps of a record, and the part of each step."""
 
     version: str = ""
@@ -188,10 +195,10 @@ class _KnownIndex:
     """An index, and the time at which it was last checked."""
 
     looked: float = 0.0
-    index: RecordIndex | None = None
+    index: SampledStepIndex | None = None
 
 
-class PartMatrices:
+class CachedPartReader:
     """A reader of the `metrics` table of records, or of a table with the same key columns. Results are cached."""
 
     def __init__(self, table: str = "metrics") -> None:
@@ -200,21 +207,21 @@ class PartMatrices:
             table: a table in which step, layer and role identify a row. Rows of what-if recipes are left out.
         """
         self.table = table
-        self._indexes: Cache[_KnownIndex] = Cache(_RECORDS)
-        self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
-        self._metrics: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
+        self._indexes: LRUCache[_KnownIndex] = LRUCache(_RECORDS)
+        self._layouts: LRUCache[RowLayout] = LRUCache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
+        self._metrics: LRUCache[Array] = LRUCache(_HELD, lambda held: held.nbytes)
         self._harmed: dict[tuple[str, str, str], str] = {}
-        self._outlines: Cache[Outline] = Cache(_PARTS)
-        self._tensors: Cache[Tensors] = Cache(_TENSORS, len)
-        self._texts: Cache[CodedTexts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
+        self._outlines: LRUCache[PartOutline] = LRUCache(_PARTS)
+        self._tensors: LRUCache[TensorKeys] = LRUCache(_TENSORS, len)
+        self._texts: LRUCache[CodedTexts] = LRUCache(_HELD // 8, lambda held: held.codes.nbytes)
 
-    def index(self, run: Storage) -> RecordIndex:
+    def read_index(self, run: FolderStorage) -> SampledStepIndex:
         """Return the current sampled steps of a record.
 
         Raises:
             UnreadableRecordError: the folder is not readable.
         """
-        held = self._indexes.get(str(run), _KnownIndex)
+        held = self._indexes.get_or_make(str(run), _KnownIndex)
         known = held.index
         if known is not None and time.monotonic() - held.looked < _LISTED:
             return known
@@ -222,95 +229,99 @@ class PartMatrices:
         held.looked = time.monotonic()
         return known
 
-    def _looked(self, run: Storage, known: RecordIndex | None) -> RecordIndex:
+    def _looked(self, run: FolderStorage, known: SampledStepIndex | None) -> SampledStepIndex:
         try:
             with capture_warnings() as heard:
                 listed, version = _listed(run)
                 # A temporary outage can look like damage, so read damaged parts again.
                 if known is not None and known.version == version and not known.damaged:
                     return known
-                found = TableIndex.read(run, self.table, partial(self._outline, run), listed[self.table])
+                found = TableStepIndex.read_from_outlines(run, self.table, partial(self._outline, run), listed[self.table])
         except Exception as error:  # drivers of remote file systems raise errors of their own
             raise UnreadableRecordError(
                 f"{run} cannot be listed ({type(error).__name__}: {error}); look at the folder."
             ) from None
         damaged = {path: _why(path, reason) for path, reason in found.damaged.items()}
-        return RecordIndex(found.steps, found.owner, damaged, version, listed, heard)
+        return SampledStepIndex(found.steps, found.owner, damaged, version, listed, heard)
 
-    def warm(self, run: Storage) -> None:
+    def read_index_in_advance(self, run: FolderStorage) -> None:
         """Read the steps of a record in advance."""
         with contextlib.suppress(UnreadableRecordError):
-            self.index(run)
+            self.read_index(run)
 
-    def read_known_index(self, run: Storage) -> RecordIndex:
+    def get_known_index(self, run: FolderStorage) -> SampledStepIndex:
         """Return the known index of a record, or make an index from the names of parts, with only their first and
         last steps.
         """
-        held = self._indexes.get(str(run), _KnownIndex).index
+        held = self._indexes.get_or_make(str(run), _KnownIndex).index
         if held is not None:
             return held
         with capture_warnings():
             listed, _ = _listed(run)
         owner = {step: part for part in listed[self.table] for step in (part.first, part.last)}
-        return RecordIndex(np.array(sorted(owner), np.int64), owner, {}, listed=listed)
+        return SampledStepIndex(np.array(sorted(owner), np.int64), owner, {}, listed=listed)
 
-    def _outline(self, run: Storage, part: Part) -> Outline:
-        return self._outlines.get((str(run), part.path), lambda: read_outline(run, self.table, part))
+    def _outline(self, run: FolderStorage, part: Part) -> PartOutline:
+        return self._outlines.get_or_make((str(run), part.path), lambda: read_part_outline(run, self.table, part))
 
-    def outline(self, run: Storage, part: Part) -> Outline:
+    def read_outline(self, run: FolderStorage, part: Part) -> PartOutline:
         """Return the outline of a part's rows, from its footer."""
-        with report_damage(part):
+        with refuse_damaged_part(part):
             return self._outline(run, part)
 
-    def layout(self, run: Storage, part: Part) -> Layout:
+    def read_layout(self, run: FolderStorage, part: Part) -> RowLayout:
         """Return the layout of a part's rows."""
 
-        def make() -> Layout:
-            outline = self.outline(run, part)
+        def make() -> RowLayout:
+            outline = self.read_outline(run, part)
             steps = np.array([stretch.step for stretch in outline.stretches], np.int64)
             digests = {stretch.digest: stretch.rows for stretch in outline.stretches}
-            rows = None if self.table == "metrics" else self.columns(run, part, "scale_source")
+            rows = None if self.table == "metrics" else self.read_columns(run, part, "scale_source")
             tried = None if rows is None or not (found := mark_what_if_rows(rows)).any() else found
             if tried is None and len(digests) == 1 and (np.diff(steps) > 0).all():
                 ((digest, count),) = digests.items()
-                tensors = self._tensors.get(digest, lambda: self._names(run, part, outline)[digest])
-                if len(tensors.places) == count:
-                    return Layout(steps, tensors, None)
+                tensors = self._tensors.get_or_make(digest, lambda: self._names(run, part, outline)[digest])
+                if len(tensors.index_by_tensor) == count:
+                    return RowLayout(steps, tensors, None)
             layout = lay_out_rows(outline, self._names(run, part, outline), tried)
-            return replace(layout, tensors=self._tensors.get(layout.tensors, lambda: layout.tensors))  # shared by all parts
+            return replace(
+                layout, tensors=self._tensors.get_or_make(layout.tensors, lambda: layout.tensors)
+            )  # shared by all parts
 
-        return self._layouts.get((str(run), part.path), make)
+        return self._layouts.get_or_make((str(run), part.path), make)
 
-    def _names(self, run: Storage, part: Part, outline: Outline) -> dict[str, Tensors]:
+    def _names(self, run: FolderStorage, part: Part, outline: PartOutline) -> dict[str, TensorKeys]:
         """Return for each digest the layer and role of the rows of its steps."""
-        with report_damage(part):
-            tables = read_new_names(run, self.table, part, outline)
+        with refuse_damaged_part(part):
+            tables = read_operands_by_digest(run, self.table, part, outline)
         return {
-            digest: Tensors(zip(names["layer"].to_pylist(), names["role"].to_pylist(), strict=True))
+            digest: TensorKeys(zip(names["layer"].to_pylist(), names["role"].to_pylist(), strict=True))
             for digest, names in tables.items()
         }
 
-    def metric(self, run: Storage, part: Part, name: str) -> Array:
+    def read_metric(self, run: FolderStorage, part: Part, name: str) -> Array:
         """Return a metric in the layout of the part, float64 [S, T], NaN for missing values."""
 
         def make() -> Array:
-            rows = self.columns(run, part, *list_columns(self.table, name))
-            return self.layout(run, part).arrange_values(compute_values(rows, self.table, name), np.nan)
+            rows = self.read_columns(run, part, *list_columns_of_metric(self.table, name))
+            return self.read_layout(run, part).arrange_values(compute_metric_values(rows, self.table, name), np.nan)
 
-        return self._metrics.get((str(run), part.path, name), make)
+        return self._metrics.get_or_make((str(run), part.path, name), make)
 
-    def columns(self, run: Storage, part: Part, *names: str) -> pa.Table:
+    def read_columns(self, run: FolderStorage, part: Part, *names: str) -> pa.Table:
         """Return columns of all rows of a part, without caching."""
-        with report_damage(part):
-            return read_columns(run, self.table, part, {"attempt", *names})[0]
+        with refuse_damaged_part(part):
+            return read_part_columns(run, self.table, part, {"attempt", *names})[0]
 
-    def some_rows(self, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
+    def read_few_rows(self, run: FolderStorage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
         """Return columns of a few rows of a part, without caching."""
-        with report_damage(part):
-            return read_rows(run, self.table, part, names, places)
+        with refuse_damaged_part(part):
+            return read_part_rows(run, self.table, part, names, places)
 
-    def read_unless_damaged(self, run: Storage, part: Part, what: str, read: Callable[[], T]) -> T | None:
-        """Return the result of `read` for a part, or None if the part is damaged. `list_damaged` then returns the reason.
+    def read_unless_damaged(self, run: FolderStorage, part: Part, what: str, read: Callable[[], T]) -> T | None:
+        """Return the result of `read` for a part, or None if the part is damaged.
+
+        `list_damaged_parts` then returns the reason.
 
         Args:
             what: name of the data to read, because only some data of a part may be damaged.
@@ -324,29 +335,29 @@ class PartMatrices:
         self._harmed.pop(key, None)
         return found
 
-    def find_layout(self, run: Storage, part: Part) -> Layout | None:
+    def read_layout_unless_damaged(self, run: FolderStorage, part: Part) -> RowLayout | None:
         """Return the layout of a part's rows, or None if the part is damaged."""
-        return self.read_unless_damaged(run, part, "layout", lambda: self.layout(run, part))
+        return self.read_unless_damaged(run, part, "layout", lambda: self.read_layout(run, part))
 
-    def find_metric(self, run: Storage, part: Part, layout: Layout, name: str) -> Array:
+    def read_metric_or_nan(self, run: FolderStorage, part: Part, layout: RowLayout, name: str) -> Array:
         """Return a metric as float64 [S, T], all NaN if the column is damaged."""
-        found = self.read_unless_damaged(run, part, name, lambda: self.metric(run, part, name))
+        found = self.read_unless_damaged(run, part, name, lambda: self.read_metric(run, part, name))
         return np.full((len(layout.steps), len(layout.tensors)), np.nan) if found is None else found
 
-    def list_damaged(self, run: Storage) -> dict[str, str]:
+    def list_damaged_parts(self, run: FolderStorage) -> dict[str, str]:
         """Return the reasons why data of some parts is unreadable, by part."""
         return {part: why for (of, part, _), why in list(self._harmed.items()) if of == str(run)}
 
-    def texts(self, run: Storage, part: Part, name: str) -> CodedTexts:
+    def read_text_column(self, run: FolderStorage, part: Part, name: str) -> CodedTexts:
         """Return a text column in the layout of the part."""
 
         def make() -> CodedTexts:
-            codes, known = encode_texts(self.columns(run, part, name)[name])
-            return CodedTexts(self.layout(run, part).arrange_values((codes + 1).astype(np.uint16), 0), [None, *known])
+            codes, known = encode_texts(self.read_columns(run, part, name)[name])
+            return CodedTexts(self.read_layout(run, part).arrange_values((codes + 1).astype(np.uint16), 0), [None, *known])
 
-        return self._texts.get((str(run), part.path, name), make)
+        return self._texts.get_or_make((str(run), part.path, name), make)
 
-    def read_with_retry(self, run: Storage, read: Callable[[RecordIndex], T]) -> T:
+    def read_with_retry(self, run: FolderStorage, read: Callable[[SampledStepIndex], T]) -> T:
         """Return the result of `read` for a record. If parts were merged meanwhile, read again.
 
         Raises:
@@ -354,14 +365,14 @@ class PartMatrices:
         """
         for _ in range(_ATTEMPTS):
             try:
-                return read(self.index(run))
+                return read(self.read_index(run))
             except PartGoneError:
-                self._indexes.get(str(run), _KnownIndex).looked = 0.0
+                self._indexes.get_or_make(str(run), _KnownIndex).looked = 0.0
         raise UnreadableRecordError(f"{run} changes too fast to be read; try again.")
 
 
 @contextlib.contextmanager
-def report_damage(part: Part) -> Iterator[None]:
+def refuse_damaged_part(part: Part) -> Iterator[None]:
     """Convert an error about a damaged part into a refusal.
 
     Raises:
@@ -377,8 +388,8 @@ def _why(path: str, reason: str) -> str:
     return f"{path} cannot be read: {reason}."
 
 
-def _listed(run: Storage) -> tuple[dict[str, list[Part]], str]:
-    listed = {table: list_parts(run, table) for table in SCHEMAS}
-    attempts = [name for name in run.names() if parse_attempt(name) is not None]
+def _listed(run: FolderStorage) -> tuple[dict[str, list[Part]], str]:
+    listed = {table: list_parts_of_table(run, table) for table in SCHEMAS}
+    attempts = [name for name in run.list_names() if parse_attempt_number(name) is not None]
     names = [*attempts, *(part.path for parts in listed.values() for part in parts)]
     return listed, hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()

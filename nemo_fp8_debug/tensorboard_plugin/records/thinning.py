@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .heatmap import pack_table
+from .heatmap import pack_header_and_array
 
 
 def thin_series(
@@ -46,11 +46,11 @@ def _extremes(values: npt.NDArray[np.float64], places: npt.NDArray[np.int64]) ->
     return found
 
 
-def spread_steps(steps: Sequence[int], most: int, always: Iterable[int | None] = ()) -> list[int]:
+def choose_evenly_spread_steps(steps: Sequence[int], most: int, always: Iterable[int | None] = ()) -> list[int]:
     """Return at most `most` of some ascending steps, evenly spread. Always keep the ends and the steps nearest to `always`.
 
     Example:
-        >>> spread_steps(range(0, 100, 10), 3, [42])
+        >>> choose_evenly_spread_steps(range(0, 100, 10), 3, [42])
         [0, 40, 90]
     """
     if len(steps) <= most:
@@ -109,7 +109,7 @@ def shorten_verdict(result: dict[str, Any], most: int) -> tuple[dict[str, Any], 
     return result | {"comparison": found | {name: found[name][:most] for name in long}}, told
 
 
-def join_frames(answers: Sequence[bytes]) -> bytes:
+def join_metrics_at_steps(answers: Sequence[bytes]) -> bytes:
     """Join answers of `frames` at ascending steps. The result has every tensor that any answer has."""
     if len(answers) == 1:
         return answers[0]
@@ -124,7 +124,7 @@ def join_frames(answers: Sequence[bytes]) -> bytes:
     columns = [list(column) for column in zip(*about.values(), strict=True)] or [[], [], [], []]
     steps = [step for header in headers for step in header["steps"]]
     header = headers[0] | {"steps": steps} | dict(zip(("layer", "role", "kind", "depth"), columns, strict=True))
-    return pack_table(header, values)
+    return pack_header_and_array(header, values)
 
 
 def _tensors(header: dict[str, Any]) -> dict[tuple[str, str], tuple[Any, ...]]:

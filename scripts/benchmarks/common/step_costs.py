@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common.paired import Estimate, timed
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.tracing import Hook
+from nemo_fp8_debug.capture.tracing import CopySafeHook
 
 INTERVAL = 100
 NEVER = 10**9
@@ -187,7 +187,7 @@ class HookTimes:
 def hook_time(gpt: Training, steps: int) -> HookTimes:
     """How long each hook of sampled steps holds the training thread up; on a CPU that is with counting."""
     times = defaultdict[str, list[float]](list)
-    run, register = Hook.__call__, torch.Tensor.register_hook
+    run, register = CopySafeHook.__call__, torch.Tensor.register_hook
 
     def of_kind(kind: str, call: Any) -> Any:
         def timing(*args: Any) -> Any:
@@ -198,13 +198,13 @@ def hook_time(gpt: Training, steps: int) -> HookTimes:
 
         return timing
 
-    def of_module(hook: Hook, *args: Any) -> Any:
+    def of_module(hook: CopySafeHook, *args: Any) -> Any:
         return of_kind("forward pre-hook (X)" if len(args) == 3 else "forward hook (W)", run)(hook, *args)
 
     counted: list[int] = []
     with monitored(gpt, interval=1) as monitor:
         step(gpt, monitor, 0)
-        Hook.__call__ = of_module
+        CopySafeHook.__call__ = of_module
         torch.Tensor.register_hook = lambda x, hook: register(x, of_kind("gradient hook (dY)", hook))
         try:
             for number in range(1, 1 + steps):
@@ -213,7 +213,7 @@ def hook_time(gpt: Training, steps: int) -> HookTimes:
                     report(loss=gpt.step())
                 monitor.flush()  # no other thread of ours is under way
         finally:
-            Hook.__call__, torch.Tensor.register_hook = run, register
+            CopySafeHook.__call__, torch.Tensor.register_hook = run, register
     return HookTimes(
         max(counted),
         {kind: 1e6 * statistics.median(found) for kind, found in times.items()},

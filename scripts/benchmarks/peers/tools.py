@@ -93,7 +93,7 @@ def ours_in_memory(gpt: SmallGPT, folder: Path) -> Watched:
 
     def figures() -> float:
         monitor.close()
-        return sum(value is not None for name in NAMES for value in kept.samples[-1].columns[name])
+        return sum(value is not None for name in NAMES for value in kept.samples[-1].operand_columns[name])
 
     return _monitored(gpt, monitor, numbers), figures
 

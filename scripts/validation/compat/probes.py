@@ -121,9 +121,9 @@ def probe_nemo(folder: Path, watched: bool) -> tuple[list[float], Metrics]:
 
 
 def _recorded(folder: Path) -> Metrics:
-    from nemo_fp8_debug.record.reader import find_run, read_table
+    from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
-    rows = read_table(find_run(folder), "metrics").to_dicts()
+    rows = read_table_rows(find_record(folder), "metrics").to_dicts()
     return {"|".join((str(row["step"]), row["layer"], row["role"])): row for row in rows}
 
 

@@ -31,7 +31,7 @@ with importing_bridge():
         from compat.bridge_0_3 import configured
 
 from nemo_fp8_debug.adapters.megatron import FP8DebugBridgeCallback
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 SEQUENCE, WIDTH, VOCABULARY = 64, 64, 512
 KERNEL_ROLES = {"input": "X", "weight": "W", "grad_output": "dY"}
@@ -79,8 +79,8 @@ def check(plain: Watch, watched: Watch, folder: Path) -> bool:
     """Print what was found; whether all is well."""
     steps = plain.steps == watched.steps
     weights = all(torch.equal(a, b) for a, b in zip(plain.weights, watched.weights, strict=True))
-    metrics = read_table(find_run(folder), "metrics")
-    noted = read_table(find_run(folder), "steps").sort("step").select("step", "loss", "grad_norm").rows()
+    metrics = read_table_rows(find_record(folder), "metrics")
+    noted = read_table_rows(find_record(folder), "steps").sort("step").select("step", "loss", "grad_norm").rows()
     expected = [(number, *step) for number, step in enumerate(plain.steps, 1)]
     engine = metrics.filter(scale_source="engine")
     same = [

@@ -16,7 +16,7 @@ from fault_injection.families import family
 from fault_injection.fault import Fault
 from fault_injection.sets import ALL_KINDS, RARE_KINDS, has_all_kinds
 from fault_injection.training import Setup
-from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms, require_matching_gemms
 
 #: by part, in turn
 _HOSTS = ("plain", "skipping", "scaled", "plain", "skipping")
@@ -79,4 +79,4 @@ def _kinds(family_name: str, part: int, setup: Setup) -> Iterator[str]:
 @cache
 def _names(family_name: str, depth: int, engine: str) -> Sequence[str]:
     of = family(family_name)
-    return [gemm.name for gemm in select_gemms(find_gemms([of.build(0, depth, engine)]), list(of.layers))]
+    return [gemm.name for gemm in require_matching_gemms(find_gemms([of.build(0, depth, engine)]), list(of.layers))]

@@ -20,7 +20,7 @@ from fault_injection.facts_cache import draw_runs, read_all
 from nemo_fp8_debug.analysis import thresholds
 from nemo_fp8_debug.analysis.diagnosis.facts import Facts
 from nemo_fp8_debug.analysis.diagnosis.rules.gradients import gradient_norms, name_kind, sizes_against_baseline
-from nemo_fp8_debug.analysis.loss.curve import running_median
+from nemo_fp8_debug.analysis.loss.curve import compute_running_median
 
 
 def measure_pair(facts: Facts) -> Iterator[tuple[str, float]]:
@@ -33,7 +33,7 @@ def measure_pair(facts: Facts) -> Iterator[tuple[str, float]]:
     mine = norms.run.filter(known)
     if len(mine) > few:
         bits = np.log2(mine["grad_norm"].to_numpy())
-        yield "spike of the gradient norm, bits", float((bits - running_median(bits, few)).max())
+        yield "spike of the gradient norm, bits", float((bits - compute_running_median(bits, few)).max())
     if norms.baseline is not None and len(mine):
         both = mine.join(norms.baseline.filter(known), on="step", suffix="_baseline").sort("step")
         bits = np.log2(both["grad_norm"].to_numpy() / both["grad_norm_baseline"].to_numpy())

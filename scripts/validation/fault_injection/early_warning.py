@@ -15,7 +15,7 @@ import numpy.typing as npt
 from scipy.stats import rankdata
 
 from fault_injection.records import read_run, truths
-from nemo_fp8_debug.analysis.diagnosis.limits import compute_early_warnings
+from nemo_fp8_debug.analysis.diagnosis.limits import compute_early_warning_scores
 
 Floats = npt.NDArray[np.float64]
 #: parts whose runs are warned of: no limit of the score was set on them
@@ -58,7 +58,7 @@ def collect() -> Scored:
         if told["kind"] != "none" and not (late and -(-told["onset"] // INTERVAL) * INTERVAL < told["diverges_at"]):
             continue
         run = read_run(told, INTERVAL)
-        steps, scores = run.metrics.grid.steps[FIRST:], compute_early_warnings(run)["score"].to_numpy()
+        steps, scores = run.metrics.grid.steps[FIRST:], compute_early_warning_scores(run)["score"].to_numpy()
         scores = scores if len(scores) == len(steps) else np.zeros(len(steps))  # FP4 has no limits, and no score
         if told["kind"] == "none":
             found.clean.append(scores)

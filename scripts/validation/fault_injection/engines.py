@@ -32,7 +32,7 @@ class EmulatedEngine:
 
     def __init__(self, gemms: Sequence[Gemm], recipe: str, plan: Plan = NO_CHANGES) -> None:
         self._of, self._recipe = gemms, parse_recipe(recipe)
-        self._emulation = Emulation.of_gemms(gemms, self._recipe, plan)
+        self._emulation = Emulation.from_gemms(gemms, self._recipe, plan)
         self._emulation.attach()
 
     @property
@@ -66,7 +66,7 @@ class EmulatedEngine:
         """Cast as a plan says from here on."""
         saved = self._emulation.state_dict()
         self._emulation.detach()
-        self._emulation = Emulation.of_gemms(self._of, self._recipe, plan)
+        self._emulation = Emulation.from_gemms(self._of, self._recipe, plan)
         self._emulation.load_state_dict(saved)
         self._emulation.attach()
 

@@ -16,18 +16,18 @@ from fault_injection.judge import baseline_of
 from fault_injection.records import read_run
 from nemo_fp8_debug.analysis.comparison import onset
 from nemo_fp8_debug.analysis.comparison.onset import CHANCE, FALLS
-from nemo_fp8_debug.analysis.runs.metrics import Metrics, select_common
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable, select_common_tensors
 
 Floats = npt.NDArray[np.float64]
 
 
-def strongest(baseline: Metrics, run: Metrics) -> Floats:
+def strongest(baseline: MetricsTable, run: MetricsTable) -> Floats:
     """[T]: how many times the least rise that counts each tensor shows at most, by any metric; below 1 it is within."""
-    pair = onset.RunPair(*(metrics.grid for metrics in select_common(baseline, run)))
+    pair = onset.AlignedRunSamples(*(metrics.grid for metrics in select_common_tensors(baseline, run)))
     found = np.zeros(len(pair.tensors))
     for evidence in onset.EVIDENCE:
         if evidence.metric != "nonfinite":
-            excess = onset.measure_excess(evidence, pair)[2]
+            excess = onset.measure_band_excess(evidence, pair)[2]
             lasting = np.lib.stride_tricks.sliding_window_view(excess, onset.IN_A_ROW, axis=1).min(-1).max(axis=1)
             alone = excess[:, onset.FIRST :].max(axis=1) / evidence.transient
             found = np.fmax(found, np.fmax(lasting, alone))
@@ -39,7 +39,7 @@ def of_pairs(runs: Iterable[Mapping[str, Any]]) -> Iterator[Floats]:
     by_name = {(told["part"], told["name"]): told for told in runs if told["kind"] == "none"}
 
     @lru_cache(maxsize=16)  # the runs of a part, most of which are the baseline of another too
-    def metrics_of(part: str, name: str) -> Metrics:
+    def metrics_of(part: str, name: str) -> MetricsTable:
         return read_run(by_name[part, name]).metrics
 
     for (part, name), told in by_name.items():

@@ -28,8 +28,8 @@ class OffCurrentScaling(CurrentScaling):
     #: log2 of the factor that the scale is off by
     bits: float = 0.0
 
-    def scale(self, amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
-        return super().scale(amax, limit) * 2.0**self.bits
+    def compute_scale(self, amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+        return super().compute_scale(amax, limit) * 2.0**self.bits
 
 
 @dataclass(frozen=True)

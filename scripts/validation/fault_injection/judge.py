@@ -28,13 +28,13 @@ from fault_injection.right_causes import is_sampled, right_causes
 from fault_injection.sentences import Checked, check_texts, describe_checks
 from fault_injection.sets import LEARNED_FROM
 from fault_injection.truth import HARM
-from nemo_fp8_debug.analysis.bands.bands import Bands
+from nemo_fp8_debug.analysis.bands.bands import HealthyBands
 from nemo_fp8_debug.analysis.diagnosis.answer import measure_confidence, state_harm
 from nemo_fp8_debug.analysis.diagnosis.diagnose import judge_facts
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
-from nemo_fp8_debug.analysis.diagnosis.facts import Facts, Records
+from nemo_fp8_debug.analysis.diagnosis.facts import DiagnosedRecords, Facts
 from nemo_fp8_debug.analysis.diagnosis.narrator import tell_advice, tell_headline, tell_verdict
-from nemo_fp8_debug.core.layer_names import aggregate_key
+from nemo_fp8_debug.core.layer_names import find_aggregate_key
 
 #: `near`: the same batches; `none`: none, with the bands of the package, of clean runs below part 200; `families`: none,
 #: with bands of the other families
@@ -74,7 +74,7 @@ class Judged:
     def located(self) -> bool:
         """Whether an operand is named that it sits in; of one of several experts all of them together, too."""
         known = {tuple(culprit) for culprit in self.truth["culprits"]}
-        return self.culprit is not None and self.culprit in known | {aggregate_key(*culprit) for culprit in known}
+        return self.culprit is not None and self.culprit in known | {find_aggregate_key(*culprit) for culprit in known}
 
     @property
     def names_operand(self) -> bool:
@@ -127,9 +127,9 @@ def runs_by_part(folder: Path = FOLDER) -> dict[str, dict[str, Truth]]:
 
 
 @cache
-def bands_without(family: str | None) -> Bands:
+def bands_without(family: str | None) -> HealthyBands:
     """Learned from healthy runs, but for those of a family."""
-    return Bands.learn(read_run(told) for told in learned_from() if told["family"] != family)
+    return HealthyBands.learn(read_run(told) for told in learned_from() if told["family"] != family)
 
 
 def learned_from() -> list[Truth]:
@@ -169,7 +169,7 @@ def tell_verdict_of(facts: Facts) -> tuple[str, str]:
     """Return verdict and headline of a run whose record was dropped. What the baseline does not show is left out."""
     metrics = SimpleNamespace(steps=facts.steps)
     run: Any = SimpleNamespace(unit=facts.unit, metrics=metrics, table=lambda name: pl.DataFrame())
-    records = facts.records or Records(run, run if facts.paired else None)
+    records = facts.records or DiagnosedRecords(run, run if facts.paired else None)
     found = Diagnosis(facts, records, *judge_facts(facts))
     return tell_verdict(found, tell_advice(found, None)), tell_headline(found)
 

@@ -26,7 +26,7 @@ class InMemory(Recorder):
         rows = len(sample)
         keys = {"attempt": [0] * rows, "step": [sample.step] * rows}
         keys["consumed_samples"] = [sample.scalars.get("consumed_samples")] * rows
-        self._samples.append(_frame("metrics", {**keys, **sample.columns}))
+        self._samples.append(_frame("metrics", {**keys, **sample.operand_columns}))
 
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
         self._steps += [{"attempt": 0, "step": step, **scalars} for step, scalars in steps.items()]

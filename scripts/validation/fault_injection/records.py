@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from fault_injection.sets import is_tune
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.record.schema import SCHEMAS
 
@@ -132,7 +132,7 @@ class StoredRun(Run):
     def steps(self) -> pl.DataFrame:  # type: ignore[override]
         return self.table_of_steps
 
-    def table(self, name: str) -> pl.DataFrame:
+    def read_table(self, name: str) -> pl.DataFrame:
         """Return no rows: of tables, those of operands and of steps alone are stored."""
         return pl.DataFrame(schema=SCHEMAS[name])
 
@@ -166,7 +166,7 @@ def read_run(told: Mapping[str, Any], interval: int = 5) -> StoredRun:
     return StoredRun(
         path=name,
         fingerprint=fingerprint,
-        metrics=Metrics.from_rows(metrics),
+        metrics=MetricsTable.from_rows(metrics),
         loss=LossCurve.from_steps_table(steps),
         table_of_steps=steps,
     )

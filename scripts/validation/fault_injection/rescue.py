@@ -30,7 +30,7 @@ from fault_injection.truth import HARM, gap_of
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose, recommend
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.plan.plan import Plan
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 #: steps from a checkpoint to the next
 CHECKPOINTS = 20
@@ -61,7 +61,7 @@ def rescued(family: str, part: int) -> list[dict[str, Any]]:
 def _recommended(case: Case, baseline: Run) -> tuple[Plan, int]:
     """What is recommended of a run, which is recorded whole for that, and the step of the checkpoint to resume from."""
     with tempfile.TemporaryDirectory() as folder:
-        train(case.setup, case.fault, RunRecord(folder))
+        train(case.setup, case.fault, RunRecordWriter(folder))
         run = Run.read(folder)
         found = diagnose(run, baseline)
         onset = found.divergence_step if found.culprit is None else found.culprit.since

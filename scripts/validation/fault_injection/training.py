@@ -12,7 +12,7 @@ from fault_injection.engines import RECIPES, EmulatedEngine, TransformerEngine
 from fault_injection.families import family
 from fault_injection.fault import Fault
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms, require_matching_gemms
 from nemo_fp8_debug.core.sample import Recorder
 from nemo_fp8_debug.plan.plan import NO_CHANGES, Plan
 
@@ -81,7 +81,7 @@ class Training:
         self._planned, self._resumed_at = plan, resumed_at
         self.model = self.family.build(setup.seed, setup.depth, setup.engine)
         self.site_of = self.family.site_of
-        self.gemms = select_gemms(find_gemms([self.model]), list(self.family.layers))
+        self.gemms = require_matching_gemms(find_gemms([self.model]), list(self.family.layers))
         self._flatten()
         if setup.shaken:
             generator = torch.Generator().manual_seed(setup.shaken)

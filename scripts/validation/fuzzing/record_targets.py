@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nemo_fp8_debug import ConfigError, RecordError, read_record
 from nemo_fp8_debug.errors import capture_warnings
 from nemo_fp8_debug.record.schema import SCHEMAS
-from nemo_fp8_debug.tensorboard_plugin.jobs.analyses import judge_run, try_recipe
+from nemo_fp8_debug.tensorboard_plugin.jobs.analyses import compare_and_diagnose_run, compute_metrics_under_recipe
 
 from .limits import Finding, expect
 from .mutations import json_values, mutated
@@ -49,10 +49,10 @@ def _read_all(run: Path) -> None:
 #: what is done with a record, as the commands do it
 USES: dict[str, Callable[[Path], Any]] = {
     "read": _read_all,
-    "diagnose": lambda run: judge_run(str(run), None, None, "step"),
-    "compare": lambda run: judge_run(str(run), str(record()), None, "step"),
-    "baseline": lambda run: judge_run(str(record()), str(run), str(run), "samples"),
-    "what-if": lambda run: try_recipe(str(run), 3, "current-e5m2"),
+    "diagnose": lambda run: compare_and_diagnose_run(str(run), None, None, "step"),
+    "compare": lambda run: compare_and_diagnose_run(str(run), str(record()), None, "step"),
+    "baseline": lambda run: compare_and_diagnose_run(str(record()), str(run), str(run), "samples"),
+    "what-if": lambda run: compute_metrics_under_recipe(str(run), 3, "current-e5m2"),
 }
 _uses = st.sampled_from(sorted(USES))
 

@@ -51,10 +51,10 @@ def rewritten(path: Path, change: Callable[[pa.Table], pa.Table]) -> Path:
     """
     part = Part.parse_part_name(path.parent.name, path.name)
     assert part is not None
-    content, checksum = parquet.encode(change(pq.read_table(path)))
+    content, checksum = parquet.encode_parquet(change(pq.read_table(path)))
     path.unlink()
     new = path.with_name(
-        Part.from_steps(part.folder, part.attempt, part.first, part.last if part.merged else None, checksum).name
+        Part.make_part_name(part.folder, part.attempt, part.first, part.last if part.merged else None, checksum).name
     )
     new.write_bytes(content)
     return new

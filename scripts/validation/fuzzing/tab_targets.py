@@ -15,8 +15,8 @@ from werkzeug.test import EnvironBuilder
 
 from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.tensorboard_plugin.plugin import FP8Plugin
-from nemo_fp8_debug.tensorboard_plugin.records.logdir import Root
-from nemo_fp8_debug.tensorboard_plugin.web import answer_route, build_wsgi, list_own_names
+from nemo_fp8_debug.tensorboard_plugin.records.logdir import LogdirRoot
+from nemo_fp8_debug.tensorboard_plugin.web import list_accepted_host_names, make_route_handler, make_wsgi_application
 
 from .limits import Finding
 from .mutations import words
@@ -64,8 +64,8 @@ def plugin() -> FP8Plugin:
 
 def opened(folder: Path) -> FP8Plugin:
     """Of a tab over a folder, whose records have been found."""
-    found = FP8Plugin.open_folders([Root("", str(folder))])
-    found.await_records()
+    found = FP8Plugin.open_folders([LogdirRoot("", str(folder))])
+    found.await_record_search()
     return found
 
 
@@ -75,7 +75,7 @@ def ask(tab: FP8Plugin, route: str, query: str, headers: dict[str, str] | None =
     Raises:
         Finding: it is not.
     """
-    routes = {name: build_wsgi(answer_route(found), names) for name, found in tab.routes().items()}
+    routes = {name: make_wsgi_application(make_route_handler(found), names) for name, found in tab.routes().items()}
     environ = EnvironBuilder(path=f"/data/plugin/fp8/{route}", query_string=query).get_environ()
     environ |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in (headers or {}).items()}
     began: list[tuple[str, list[tuple[str, str]]]] = []
@@ -93,7 +93,7 @@ def _request(given: tuple[str, list[tuple[str, str]], dict[str, str]], folder: P
     route, query, headers = given
     text = urlencode(query, errors="replace")
     sent = {name: _header(value) for name, value in headers.items()}
-    status = ask(plugin(), route, text, sent, list_own_names("localhost"))
+    status = ask(plugin(), route, text, sent, list_accepted_host_names("localhost"))
     if _header(headers.get("Host", "localhost")) in ("hub.example", "evil.example") and status != 403:
         raise Finding(f"{headers} is answered with {status}")
 

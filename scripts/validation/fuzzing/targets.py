@@ -13,17 +13,17 @@ from typing import Any
 from hypothesis import strategies as st
 
 from nemo_fp8_debug import Config, ConfigError, RecordError
-from nemo_fp8_debug.analysis.bands.bands import SHIPPED, Bands
+from nemo_fp8_debug.analysis.bands.bands import SHIPPED, HealthyBands
 from nemo_fp8_debug.analysis.checkpoint.audit import audit
 from nemo_fp8_debug.cli.steer import _print_status, _read_status
-from nemo_fp8_debug.core.layer_names import compile_patterns
+from nemo_fp8_debug.core.layer_names import compile_layer_patterns
 from nemo_fp8_debug.numerics.recipe import parse_recipe
-from nemo_fp8_debug.options.control_file import FIELDS, Control
+from nemo_fp8_debug.options.control_file import FIELDS, ControlSettings
 from nemo_fp8_debug.options.loggers import parse_loggers
-from nemo_fp8_debug.options.trigger_rules import parse_rule
+from nemo_fp8_debug.options.trigger_rules import parse_trigger_rule
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.imports import import_logs
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.storage import FolderStorage
 
 from . import record_targets, tab_targets
 from .limits import expect
@@ -50,9 +50,9 @@ def seeds(name: str) -> list[bytes]:
 
 def _control(content: bytes, folder: Path) -> None:
     with expect(ConfigError):
-        control = Control.parse(content.decode(errors="replace"))
-        assert Control.from_plain_values(json.loads(json.dumps(control.plain_values))) == control
-        control.in_words()
+        control = ControlSettings.parse(content.decode(errors="replace"))
+        assert ControlSettings.from_plain_values(json.loads(json.dumps(control.plain_values))) == control
+        control.describe_settings()
 
 
 def _plan(content: bytes, folder: Path) -> None:
@@ -85,14 +85,14 @@ def _log(name: str, content: bytes, folder: Path) -> None:
 def _bands(content: bytes, folder: Path) -> None:
     (folder / "bands.parquet").write_bytes(content)
     with expect(RecordError):
-        Bands.read(folder / "bands.parquet")
+        HealthyBands.read(folder / "bands.parquet")
 
 
 def _status_file(content: bytes, folder: Path) -> None:
     (folder / "status.json").write_bytes(content)
     with expect(RecordError):
-        _read_status(Storage(folder))
-        _print_status(Storage(folder))
+        _read_status(FolderStorage(folder))
+        _print_status(FolderStorage(folder))
 
 
 def _status_values(content: object, folder: Path) -> None:
@@ -112,7 +112,7 @@ def _text(parse: Callable[[Any], Any], value: Any, folder: Path) -> None:
 
 def _pattern(text: str, folder: Path) -> None:
     with expect(ConfigError):
-        compile_patterns([text])("decoder.layers.3.mlp.linear_fc1")
+        compile_layer_patterns([text])("decoder.layers.3.mlp.linear_fc1")
 
 
 _NVDLFW = "nvdlfw_inspect_globalrank-0.log"
@@ -135,7 +135,7 @@ TARGETS: dict[str, Target] = {
     "status": Target(mutated(seeds("status")), _status_file),
     "status's values": Target(json_values(_STATUS), _status_values),
     "recipe": Target(st.one_of(words(_RECIPES), json_values(("name", *_RECIPES))), functools.partial(_text, parse_recipe)),
-    "trigger": Target(st.one_of(words(_RULES), json_values(_RULES)), functools.partial(_text, parse_rule)),
+    "trigger": Target(st.one_of(words(_RULES), json_values(_RULES)), functools.partial(_text, parse_trigger_rule)),
     "pattern": Target(words(("layers.*", "*.fc1", "re:fc[12]$")), _pattern),
     "loggers": Target(json_values(("wandb", "mlflow", "comet", "project")), functools.partial(_text, parse_loggers)),
     "options": Target(st.tuples(st.sampled_from(_OPTIONS), json_values(_RECIPES + _RULES)), _option),

@@ -13,14 +13,14 @@ import torch
 
 from nemo_fp8_debug.kernels import count_histogram, quantization_sums
 from nemo_fp8_debug.numerics import metrics
-from nemo_fp8_debug.numerics.block_scaling import BlockRule
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule
 from nemo_fp8_debug.numerics.formats import FORMATS, FloatFormat
 from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
 from nemo_fp8_debug.numerics.metric_columns import make_metric_columns
 from nemo_fp8_debug.numerics.recipe import parse_recipe
-from nemo_fp8_debug.record.dump import DumpEntry, dumped_files, read_dump
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.dump import DumpedTensorInfo, dumped_files, read_dump
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.storage import FolderStorage
 
 
 @dataclass
@@ -55,17 +55,17 @@ class Operands:
 
 def compare_with_cpu(run: Path) -> Operands:
     """Every operand that a run of one call a step and one rank has dumped, against its rows in the record."""
-    operands, storage = Operands(), Storage(run)
-    tables = [read_table(run, name) for name in ("metrics", "histograms")]
+    operands, storage = Operands(), FolderStorage(run)
+    tables = [read_table_rows(run, name) for name in ("metrics", "histograms")]
     for _, _, _, name in dumped_files(storage):
         about, tensors = read_dump(storage, name)
         row, recorded = (_row_of(about, table) for table in tables)
         found = count_histogram(tensors["value"])
-        bins, counts = found.occupied
+        bins, counts = found.occupied_bins
         operands.all += 1
         operands.histograms += np.array_equal(bins, recorded["bins"]) and np.array_equal(counts, recorded["counts"])
         rule = parse_recipe(row["recipe"]).scaling
-        scaling = rule if isinstance(rule, BlockRule) else tensors["scale"]
+        scaling = rule if isinstance(rule, BlockScalingRule) else tensors["scale"]
         kind = operands.summed if found.rounded or scaling is rule else operands.counted
         fmt = FORMATS[row["format"]]  # a dump under a block recipe has that of current scaling
         for metric, value in _found_by_cpu(about.role, fmt, tensors["value"], found, scaling).items():
@@ -73,22 +73,22 @@ def compare_with_cpu(run: Path) -> Operands:
     return operands
 
 
-def _row_of(about: DumpEntry, table: pl.DataFrame) -> dict[str, Any]:
+def _row_of(about: DumpedTensorInfo, table: pl.DataFrame) -> dict[str, Any]:
     same = (pl.col("step") == about.step) & (pl.col("layer") == about.layer) & (pl.col("role") == about.role)
     return table.row(by_predicate=same, named=True)
 
 
 def _found_by_cpu(
-    role: str, fmt: FloatFormat, x: torch.Tensor, counted: Histogram, scaling: torch.Tensor | BlockRule
+    role: str, fmt: FloatFormat, x: torch.Tensor, counted: Histogram, scaling: torch.Tensor | BlockScalingRule
 ) -> dict[str, float | None]:
     batch = HistogramBatch.pack_histograms([counted])
-    moments = metrics.moments(batch)
+    moments = metrics.compute_histogram_moments(batch)
     if counted.rounded:
-        moments = metrics.moments_of_float32(x).with_median(moments.median)
-    scale = torch.tensor([torch.nan]) if isinstance(scaling, BlockRule) else scaling[None]
-    if counted.rounded or isinstance(scaling, BlockRule):
+        moments = metrics.compute_float32_moments(x).with_median(moments.median)
+    scale = torch.tensor([torch.nan]) if isinstance(scaling, BlockScalingRule) else scaling[None]
+    if counted.rounded or isinstance(scaling, BlockScalingRule):
         sums = quantization_sums(x, scaling, role, fmt)
     else:
-        sums = metrics.quantization_sums(batch, scale, [fmt])
+        sums = metrics.quantization_sums_of_histograms(batch, scale, [fmt])
     columns = make_metric_columns(moments, sums, scale, [fmt])
     return {name: values[0] for name, values in columns.items() if name != "format"}

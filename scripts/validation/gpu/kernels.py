@@ -13,16 +13,23 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_fp8_debug.kernels import _kernel_on, add_to_histogram, count_histogram, moments, quantization_sums, torch_fallback
-from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
+from nemo_fp8_debug.kernels import (
+    _kernel_on,
+    add_to_histogram,
+    count_histogram,
+    measure_float32_moments,
+    quantization_sums,
+    torch_fallback,
+)
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3, FloatFormat
-from nemo_fp8_debug.numerics.histogram import BINS, Histogram, infinity_bin
+from nemo_fp8_debug.numerics.histogram import BINS, Histogram, find_infinity_bin
 from nemo_fp8_debug.numerics.metrics import (
-    Moments,
     MomentsFound,
     QuantizationSums,
     SumsFound,
-    moments_of_float32,
+    ValueMoments,
+    compute_float32_moments,
     quantization_sums_of_float32,
 )
 from nemo_fp8_debug.numerics.recipe import parse_recipe
@@ -58,7 +65,9 @@ class Engine(Protocol):
     def count(self, into: Histogram, x: torch.Tensor) -> None:
         """Add the magnitudes of a 16-bit tensor to a histogram."""
 
-    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
+    def block_sums(
+        self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram
+    ) -> SumsFound:
         """Sums under the scales of blocks."""
 
     def moments(self, x: torch.Tensor) -> MomentsFound:
@@ -88,11 +97,13 @@ class Device:
     def count(self, into: Histogram, x: torch.Tensor) -> None:
         add_to_histogram(into, x)
 
-    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
+    def block_sums(
+        self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram
+    ) -> SumsFound:
         return quantization_sums(x, rule, role, fmt, counted)
 
     def moments(self, x: torch.Tensor) -> MomentsFound:
-        return moments(x)
+        return measure_float32_moments(x)
 
     def sums(self, x: torch.Tensor, scale: torch.Tensor) -> SumsFound:
         return quantization_sums(x, scale, "input", E4M3)
@@ -135,9 +146,11 @@ class Simulator:
     def count(self, into: Histogram, x: torch.Tensor) -> None:
         from cuda_simulator import bits, count
 
-        count(bits(x), infinity_bin(into.dtype), into.counts.numpy(), self.grid)
+        count(bits(x), find_infinity_bin(into.dtype), into.counts.numpy(), self.grid)
 
-    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
+    def block_sums(
+        self, x: torch.Tensor, rule: BlockScalingRule, role: str, fmt: FloatFormat, counted: Histogram
+    ) -> SumsFound:
         from cuda_simulator import block_sums
 
         return block_sums(x, rule, role, fmt, self.grid)
@@ -190,7 +203,7 @@ def of_counts(engine: Engine, x: torch.Tensor, name: str) -> dict[str, Any]:
     counted = empty(x)
     engine.count(counted, x)
     equal = torch.equal(counted.counts.cpu(), count_histogram(x.cpu()).counts)
-    plain = lambda: torch_fallback.count_patterns(x.view(torch.int16), counted.counts)  # noqa: E731
+    plain = lambda: torch_fallback.count_bit_patterns(x.view(torch.int16), counted.counts)  # noqa: E731
     return {"tensor": name, "values": x.numel(), **rates(engine, x, lambda: engine.count(counted, x), plain), "equal": equal}
 
 
@@ -206,10 +219,10 @@ def blocks(engine: Engine) -> Iterable[dict[str, Any]]:
 
 
 def of_blocks(engine: Engine, x: torch.Tensor, recipe: str, role: str) -> dict[str, Any]:
-    rule, fmt = parse_recipe(recipe).scaling, parse_recipe(recipe).format_of(role)
-    assert isinstance(rule, BlockRule)
+    rule, fmt = parse_recipe(recipe).scaling, parse_recipe(recipe).get_format(role)
+    assert isinstance(rule, BlockScalingRule)
     counted, some = count_histogram(x), x[:ROWS]
-    ours = engine.block_sums(some, rule, role, fmt, count_histogram(some)).whole.cpu()
+    ours = engine.block_sums(some, rule, role, fmt, count_histogram(some)).summed_row.cpu()
     theirs = quantization_sums(some.cpu(), rule, role, fmt)
     timed = rates(
         engine,
@@ -225,10 +238,10 @@ def float32(engine: Engine) -> Iterable[dict[str, Any]]:
     for size in engine.sizes:
         x = normal(size // 4, engine.device).float()
         scale, some = torch.full((), SCALE, device=x.device), x[:VALUES]
-        found = same(engine.moments(some).whole.cpu(), moments_of_float32(some.cpu()))
-        timed = rates(engine, x, lambda x=x: engine.moments(x), lambda x=x: moments_of_float32(x))
+        found = same(engine.moments(some).summed_row.cpu(), compute_float32_moments(some.cpu()))
+        timed = rates(engine, x, lambda x=x: engine.moments(x), lambda x=x: compute_float32_moments(x))
         yield {"tensor": "float32 moments", "values": x.numel(), **timed, **found}
-        found = same(engine.sums(some, scale).whole.cpu(), quantization_sums(some.cpu(), scale.cpu(), "input", E4M3))
+        found = same(engine.sums(some, scale).summed_row.cpu(), quantization_sums(some.cpu(), scale.cpu(), "input", E4M3))
         timed = rates(
             engine,
             x,
@@ -261,7 +274,7 @@ def _if_it_fits(engine: Engine, plain: Callable[[], object]) -> float | None:
         return None
 
 
-def same(ours: QuantizationSums | Moments, theirs: QuantizationSums | Moments) -> dict[str, Any]:
+def same(ours: QuantizationSums | ValueMoments, theirs: QuantizationSums | ValueMoments) -> dict[str, Any]:
     """Whether counts and extremes are equal and sums close, and how far those are apart; a median is not among them."""
     exact, apart = True, 0.0
     for field in fields(ours):

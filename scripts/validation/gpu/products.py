@@ -16,7 +16,7 @@ from unittest import mock
 
 import polars as pl
 
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 from .gpt import SIZES, Setup, megatron
 from .measures import Measure, Piece, all_of, measure
@@ -59,7 +59,7 @@ def _named(setup: Setup, root: Path, product: str, most: float) -> Measure:
 def checked(setup: Setup, folder: Path, steps: int) -> pl.DataFrame:
     """The outcome of every product of every step."""
     train(setup, steps, RATE, watch(folder, interval=1, verify_rows=ROWS))
-    return read_table(folder, "verification").filter(pl.col("product") != "reduction")
+    return read_table_rows(folder, "verification").filter(pl.col("product") != "reduction")
 
 
 def _line(found: pl.DataFrame, product: str) -> dict[str, Any]:

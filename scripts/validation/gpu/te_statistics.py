@@ -25,7 +25,7 @@ from benchmarks.common.step_costs import sampled, step, unsampled
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.imports import import_logs
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 from .gpt import GPT, Setup, forget_models, megatron
 from .measures import Measure, Piece, all_of, measure
@@ -108,7 +108,7 @@ def metrics_a_step(gpt: GPT) -> float:
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.closing(Monitor(gpt.model, folder, interval=1, table_rows=0)) as monitor:
             step(gpt, monitor, 0)
-        rows = read_table(folder, "metrics")
+        rows = read_table_rows(folder, "metrics")
         return float(sum(rows[name].count() for name in (*METRICS, "nan", "inf")))
 
 
@@ -181,7 +181,7 @@ def compared(setup: Setup) -> list[dict[str, Any]]:
                 with monitor.step(number) as report:
                     report(loss=look())
         import_logs(events, theirs)
-        tables = [{_key(row): row for row in read_table(folder, "metrics").to_dicts()} for folder in (ours, theirs)]
+        tables = [{_key(row): row for row in read_table_rows(folder, "metrics").to_dicts()} for folder in (ours, theirs)]
     keys = [key for key in sorted(tables[0].keys() & tables[1].keys()) if tables[0][key]["dtype"] != "float32"]
     return [_compare(name, [tuple(table[key].get(name) for table in tables) for key in keys]) for name in SHARED]
 

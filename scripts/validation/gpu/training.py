@@ -18,7 +18,7 @@ import torch
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.story.summary import summarize
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 from .dumped import Operands, compare_with_cpu
 from .gpt import GPT, SIZES, Setup, forget_models, megatron
@@ -119,7 +119,7 @@ def of_scales(setup: Setup, folder: Path) -> list[Measure]:
 
     steps = 4
     train(setup, steps, RATE, watched)
-    table = read_table(folder, "metrics", where={"step": steps - 1}).filter(scale_source="engine")
+    table = read_table_rows(folder, "metrics", where={"step": steps - 1}).filter(scale_source="engine")
     rows = table.filter(table["role"] != "grad_output").drop_nulls("scale").to_dicts()
     if setup.recipe == "tensorwise":
         rows = [row for row in rows if (row["layer"].rpartition(".")[2], row["role"]) != SAVED_IN_BF16]

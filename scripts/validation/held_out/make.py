@@ -21,7 +21,7 @@ from fault_injection.training import train
 
 from held_out.plan import HeldOutRun
 from held_out.truths import find_truth, measure_chaos
-from nemo_fp8_debug.record.writer import RunRecord
+from nemo_fp8_debug.record.writer import RunRecordWriter
 
 #: steps from one recorded histogram to the next, which no rule reads
 _HISTOGRAMS = 50
@@ -85,9 +85,9 @@ def make_run(folder: Path, run: HeldOutRun) -> str:
     return f"{run.name} ({run.setup.engine}): loss {ends}, {time.process_time() - began:.1f} s of a core"
 
 
-def open_record(place: Path) -> RunRecord:
+def open_record(place: Path) -> RunRecordWriter:
     """Return what writes the record of a run."""
-    return RunRecord(place / RECORD, _HISTOGRAMS)
+    return RunRecordWriter(place / RECORD, _HISTOGRAMS)
 
 
 def start_place(folder: Path, name: str) -> Path:

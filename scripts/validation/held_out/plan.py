@@ -26,7 +26,7 @@ from fault_injection.training import STEPS, Schedule, Setup
 
 from held_out.families import FAMILIES
 from held_out.strengths import weaken_fault
-from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms, require_matching_gemms
 
 GROUPS, OPERAND_FAULTS = 32, 38
 #: what the groups have in turn, before they are shuffled; hosts and rates are those of the benchmark
@@ -177,4 +177,4 @@ def _draw_faulted(chosen: random.Random, clean: HeldOutRun, kind: str, weakened:
 def list_quantized(family_name: str, depth: int) -> Sequence[str]:
     """Return the names of a model's GEMMs that are quantized."""
     of = family(family_name)
-    return [gemm.name for gemm in select_gemms(find_gemms([of.build(0, depth, "current")]), list(of.layers))]
+    return [gemm.name for gemm in require_matching_gemms(find_gemms([of.build(0, depth, "current")]), list(of.layers))]

@@ -21,9 +21,9 @@ from benchmarks.reduction import ROWS, stats, tensors_of
 
 from nemo_fp8_debug.capture.operand_stats import OperandStats
 from nemo_fp8_debug.core.keys import ROLES
-from nemo_fp8_debug.core.observation import SamplePlan
-from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
-from nemo_fp8_debug.distributed.gloo import Group
+from nemo_fp8_debug.core.observation import AgreedSampleSettings
+from nemo_fp8_debug.distributed import MonitoredRanks, ShardGroup, ShardGroupReduction
+from nemo_fp8_debug.distributed.gloo import GlooGroup
 from nemo_fp8_debug.numerics.histogram import BINS
 
 from .processes import forked, free_port, statuses, temporary_folder
@@ -90,7 +90,7 @@ class Constants:
         return asdict(self)
 
 
-class OneRank(Group):
+class OneRank(GlooGroup):
     """All that a rank does for a collective, and none of the collective."""
 
     def __init__(self) -> None:
@@ -210,10 +210,10 @@ def in_processes(world: int, work: Callable[[int], dict[str, Any]]) -> list[dict
 def of_ranks_apart(rank: int) -> dict[str, Any]:
     """What a rank does outside of reductions, the first one and another at the same time; a sample's CPU seconds."""
     names = [f"decoder.layers.{i}.mlp.linear_fc{i % 2 + 1}" for i in range(-(-TENSORS // len(ROLES)))]
-    ranks, group = Ranks(), OneRank()
-    gathering = ranks.group("gathering", [0, 1], 60.0)
+    ranks, group = MonitoredRanks(), OneRank()
+    gathering = ranks.make_gloo_group("gathering", [0, 1], 60.0)
     shard_group = ShardGroup([0, 1], dict.fromkeys(names, "linear"), {}, group=group)
-    reduction, taken = Reduction(ranks, shard_group, [tensors_of(names, ranks)]), dict[str, list[float]]()
+    reduction, taken = ShardGroupReduction(ranks, shard_group, [tensors_of(names, ranks)]), dict[str, list[float]]()
 
     def timed(name: str, call: Callable[[], object]) -> None:
         dist.barrier()
@@ -223,22 +223,22 @@ def of_ranks_apart(rank: int) -> dict[str, Any]:
 
     for step in range(4 * TIMES):
         # As `benchmarks/reduction.py` does it: what memory costs depends on what was held, and is held, beside.
-        mine, plan, found = stats(rank, names, TENSORS), SamplePlan(step), list[Any]()
+        mine, plan, found = stats(rank, names, TENSORS), AgreedSampleSettings(step), list[Any]()
 
-        def pack(plan: SamplePlan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
-            found.append(reduction.pack(plan, {"operands": mine}, [s.key for s in mine]))
+        def pack(plan: AgreedSampleSettings = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
+            found.append(reduction.pack_results(plan, {"operands": mine}, [s.key for s in mine]))
             mine.clear()  # as the monitor does
 
         timed("packing", pack)
-        timed("beside", lambda plan=plan, found=found: found.append(reduction.reduce(plan, found[0])))
+        timed("beside", lambda plan=plan, found=found: found.append(reduction.reduce_over_ranks(plan, found[0])))
         found.clear()
         rows = bytes(1 + step % 2 * GATHERED)
-        timed(f"gathering {step % 2}", lambda rows=rows: gathering.gather(rows))
+        timed(f"gathering {step % 2}", lambda rows=rows: gathering.gather_to_first_rank(rows))
     of = {name: statistics.median(each) for name, each in taken.items()}
-    of_one, plan = group.sizes[-2:], SamplePlan(4 * TIMES)
+    of_one, plan = group.sizes[-2:], AgreedSampleSettings(4 * TIMES)
     for each in (1 - rank, rank):
         mine = stats(each, names, TENSORS)
-        reduction.reduce(plan, reduction.pack(plan, {"operands": mine}, [s.key for s in mine]))
+        reduction.reduce_over_ranks(plan, reduction.pack_results(plan, {"operands": mine}, [s.key for s in mine]))
         group.others = group.maxima
     return {
         **of,
@@ -250,10 +250,10 @@ def of_ranks_apart(rank: int) -> dict[str, Any]:
 
 def of_two_ranks(rank: int) -> dict[str, Any]:
     """Seconds on the clock and of this rank's CPU: of collectives by size, and asking the store."""
-    ranks, found = Ranks(), dict[str, Any]()
-    alone, group = ranks.group(f"alone-{rank}", [rank], 60.0), ranks.group("constants", [0, 1], 60.0)
+    ranks, found = MonitoredRanks(), dict[str, Any]()
+    alone, group = ranks.make_gloo_group(f"alone-{rank}", [rank], 60.0), ranks.make_gloo_group("constants", [0, 1], 60.0)
     dense = [torch.ones(BINS, dtype=torch.int64) for _ in range(TENSORS)]
-    ranks.publish("a", rank)
+    ranks.publish_value("a", rank)
 
     def timed(call: Callable[[], object], times: int = TIMES, idle: bool = False) -> list[float]:
         """Medians of a call that a rank or both make, with caches in the state in which a sample leaves them.
@@ -283,13 +283,13 @@ def of_two_ranks(rank: int) -> dict[str, Any]:
 
     for _ in range(2):  # the first time everything takes longer
         found["nothing"] = timed(lambda: None, SHORT)
-        found["collective"] = timed(lambda: alone.add_up(dense[0][:1]), SHORT)
+        found["collective"] = timed(lambda: alone.reduce_sum(dense[0][:1]), SHORT)
         found["sum"] = [reduced(torch.ones(n, dtype=torch.float64), dist.ReduceOp.SUM) for n in SIZES]
         found["maximum"] = [reduced(torch.ones(n, dtype=torch.int32), dist.ReduceOp.MAX) for n in SIZES]
         found["asking"] = timed(lambda: ranks._ask(lambda _: None) if rank == 1 else None, SHORT)
-        found["reading"] = timed(lambda: ranks.read("a") if rank == 1 else None, SHORT)
+        found["reading"] = timed(lambda: ranks.await_value("a") if rank == 1 else None, SHORT)
         found["asking idle"] = timed(lambda: ranks._ask(lambda _: None) if rank == 1 else None, SHORT, idle=True)
-        found["reading idle"] = timed(lambda: ranks.read("a") if rank == 1 else None, SHORT, idle=True)
+        found["reading idle"] = timed(lambda: ranks.await_value("a") if rank == 1 else None, SHORT, idle=True)
         found["nap"] = timed(lambda: time.sleep(NAP))[0] - NAP
     return found
 
@@ -297,9 +297,9 @@ def of_two_ranks(rank: int) -> dict[str, Any]:
 def of_ranks_on_one_core(rank: int) -> dict[str, float]:
     """Seconds of a message of small all-reduces: what one of both ranks takes beyond those of each rank alone."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of threads that are started from here on
-    ranks, x, took = Ranks(), torch.ones(1, dtype=torch.float64), list[float]()
+    ranks, x, took = MonitoredRanks(), torch.ones(1, dtype=torch.float64), list[float]()
     for name, of in ((f"sharing-{rank}", [rank]), ("sharing", [0, 1])):
-        gloo, each = ranks.group(name, of, 60.0)._gloo, list[float]()
+        gloo, each = ranks.make_gloo_group(name, of, 60.0)._gloo, list[float]()
         for _ in range(4 * SHORT):
             dist.barrier()
             began = time.perf_counter()

@@ -84,12 +84,12 @@ class Run:
             watching, step = Monitor(run.model, self._folder / "run", **options), first
             if not self.fault.goes_on:
                 patience.LONGEST = self._limit  # once all have started, which takes its time on a busy machine
-            watching._ranks.patience.renew()
+            watching._ranks.patience.refill_budget()
             waits, before = watching._waits, None
             assert isinstance(waits, Scheduled)
             while not board.last or step < board.last:
                 if board.failed and before is None:
-                    before = waits.total, waits.without_a_core
+                    before = waits.total_seconds, waits.without_a_core
                 with watching.step(step + (INTERVAL if lie == "other steps" and board.failed else 0)) as report:
                     report(loss=run.step())
                 step += 1
@@ -99,7 +99,7 @@ class Run:
         for _ in run.losses:
             plain.step()
         since = before or (0.0, 0.0)
-        waited, core = waits.total - since[0], waits.without_a_core - since[1]
+        waited, core = waits.total_seconds - since[0], waits.without_a_core - since[1]
         return {
             "identical": run.losses == plain.losses and bool(run.losses),
             "waited_s": round(waited, 3),

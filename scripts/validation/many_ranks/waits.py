@@ -29,7 +29,7 @@ import torch.distributed as dist
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.core.waits import WaitTimes
 from nemo_fp8_debug.monitor import monitor
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 from .model import DataParallel
 from .processes import forked, free_port, prepare, statuses, temporary_folder
@@ -62,12 +62,12 @@ class Scheduled(WaitTimes):
         return sum(core for _, core in self.by_step.values())
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        before, total = waited_for_core(), self.total
-        with super().waiting(what):
+    def measure_wait(self, what: str) -> Iterator[None]:
+        before, total = waited_for_core(), self.total_seconds
+        with super().measure_wait(what):
             yield
         found = self.by_step.setdefault(self._number, [0.0, 0.0])
-        found[0] += self.total - total
+        found[0] += self.total_seconds - total
         found[1] += waited_for_core() - before
 
 
@@ -170,7 +170,7 @@ def differences(many: Path, one: Path) -> dict[str, Any]:
 
 def rows(run: Path, table: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     """By step, layer, role and recipe."""
-    found = read_table(find_run(run), table).to_dicts()
+    found = read_table_rows(find_record(run), table).to_dicts()
     return {
         (row["step"], row["layer"], row["role"], row.get("recipe")): {k: v for k, v in row.items() if k not in LAYOUT}
         for row in found

@@ -28,7 +28,7 @@ class Verified(Recorder):
 
     def record(self, sample: Any) -> None:
         """Keep the rows of a sample."""
-        of = sample.table("verification")
+        of = sample.get_table("verification")
         self.rows += [dict(zip(of, row, strict=True)) | {"step": sample.step} for row in zip(*of.values(), strict=True)]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nemo_fp8_debug.numerics.gemm_error import sample_places
+from nemo_fp8_debug.numerics.gemm_error import sample_indices
 from nemo_fp8_debug.numerics.product_check import CHECKED, ExactBlock, check_block
 from product_faults.faults import FAULTS, FaultyKernel
 from product_faults.models import DTYPES, RECIPES, ROWS, cases, verified
@@ -100,8 +100,8 @@ def flips(trials: int) -> dict[str, dict[str, list[float]]]:
         dy = (torch.randn(tokens, outputs) * 1e-3).to(dtype)
         operands = {"fprop": (x, w), "dgrad": (dy, w.t().contiguous()), "wgrad": (dy.t().contiguous(), x.t().contiguous())}
         for product, (a, b) in operands.items():
-            at_a, at_b = (sample_places(len(m), ROWS, m.device, 0, m is b) for m in (a, b))
-            block, exact = (a @ b.t())[at_a][:, at_b], ExactBlock.product(a[at_a], b[at_b])
+            at_a, at_b = (sample_indices(len(m), ROWS, m.device, 0, m is b) for m in (a, b))
+            block, exact = (a @ b.t())[at_a][:, at_b], ExactBlock.from_rows(a[at_a], b[at_b])
             bits = 8 * block.element_size()
             kind = torch.int16 if bits == 16 else torch.int32
             shares = []
@@ -123,7 +123,7 @@ def touched() -> dict[str, float]:
     """How likely a fault in some of the values or rows of 4096 x 4096 has one that is checked."""
     torch.manual_seed(4)
     n, trials, found = 4096, 400, {}
-    at = sample_places(n, ROWS, torch.device("cpu"), 0, False)
+    at = sample_indices(n, ROWS, torch.device("cpu"), 0, False)
     chosen = torch.zeros(n, dtype=torch.bool)
     chosen[at] = True
     for share in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2):

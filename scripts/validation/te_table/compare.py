@@ -16,12 +16,12 @@ from torch import nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.numerics.block_scaling import BlockRule
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule
 from nemo_fp8_debug.numerics.formats import FORMATS
 from nemo_fp8_debug.numerics.recipe import parse_recipe
-from nemo_fp8_debug.record.dump import DumpEntry, dumped_files, read_dump
-from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.dump import DumpedTensorInfo, dumped_files, read_dump
+from nemo_fp8_debug.record.reader import read_table_rows
+from nemo_fp8_debug.record.storage import FolderStorage
 
 from .factors import NORMS
 from .layers import SPLITS, STEPS, layer_of, recipe_of, step_of
@@ -74,9 +74,9 @@ def result_of(name: str, row: Row, folder: Path) -> Result:
 
 
 def _compare(result: Result, row: Row, model: nn.Module, casts: Sequence[list[Cast]], folder: Path) -> None:
-    place, seen = Storage(folder), Counter[tuple[int, str, str]]()
+    place, seen = FolderStorage(folder), Counter[tuple[int, str, str]]()
     keys = ["step", "layer", "role", "scale_source", "recipe", "format", "mse", "n"]
-    reported = {line[:3]: line[3:] for line in read_table(folder, "metrics").select(keys).rows()}
+    reported = {line[:3]: line[3:] for line in read_table_rows(folder, "metrics").select(keys).rows()}
     given: dict[tuple[int, str, str], list[Cast]] = {}
     for _, step, _, name in dumped_files(place):
         about, tensors = read_dump(place, name)
@@ -108,7 +108,7 @@ def _compare_copies(result: Result, row: Row, model: nn.Module, casts: Sequence[
     """What is reported of column-wise copies, beside what the codes of the kernels stand for."""
     columns = ["step", "layer", "role", "product", "scale_source", "recipe", "format", "mse", "n", "calls"]
     for step, layer, role, product, source, recipe, fmt, error, count, calls in (
-        read_table(folder, "copies").select(columns).rows() if (folder / "copies").exists() else ()
+        read_table_rows(folder, "copies").select(columns).rows() if (folder / "copies").exists() else ()
     ):
         where = f"step {step}, {SHOWN[role]} of {layer} for {product}"
         result.copies[f"{SHOWN[role]} {product} {recipe} {source}"] += 1
@@ -169,7 +169,7 @@ def _expected(row: Row) -> Counter[tuple[int, str, str]]:
     )
 
 
-def _difference(row: Row, mine: list[Cast], about: DumpEntry, tensors: Any) -> str | None:
+def _difference(row: Row, mine: list[Cast], about: DumpedTensorInfo, tensors: Any) -> str | None:
     """What is wrong with a report; None: nothing."""
     source = about.scale_source
     if source == "unknown":
@@ -183,7 +183,7 @@ def _difference(row: Row, mine: list[Cast], about: DumpEntry, tensors: Any) -> s
     return _of_cast(about, mine[about.call], tensors, parse_recipe(about.recipe).scaling, _is_made_again(row, about.role))
 
 
-def _difference_of_stored(model: nn.Module, about: DumpEntry, value: torch.Tensor) -> str | None:
+def _difference_of_stored(model: nn.Module, about: DumpedTensorInfo, value: torch.Tensor) -> str | None:
     """Of a weight in codes, whose master nobody keeps in the table, what the codes stand for is reported."""
     part = about.layer.rpartition(".")[2]
     name = f"weight{part}" if part.isdigit() else f"{part}_weight" if part in ("fc1", "fc2") else "weight"
@@ -201,7 +201,7 @@ def _is_made_again(row: Row, role: str) -> bool:
     return role == "input" and row["layer"] in NORMS and bool(fused)
 
 
-def _casts_of(model: nn.Module, casts: Any, about: DumpEntry, step: int) -> list[Cast]:
+def _casts_of(model: nn.Module, casts: Any, about: DumpedTensorInfo, step: int) -> list[Cast]:
     """Row-wise casts of an operand in a step; of a W that was cached before it the last one that was made."""
     part = about.layer.rpartition(".")[2]
     gemm = int(part) if part.isdigit() else int(part == "fc2")
@@ -215,7 +215,7 @@ def _casts_of(model: nn.Module, casts: Any, about: DumpEntry, step: int) -> list
     return [c for c in casts_of(model.layer, "W", gemm) if c.usage != "columnwise"][-1:]
 
 
-def _of_cast(about: DumpEntry, cast: Cast, tensors: Any, rule: Any, again: bool) -> str | None:
+def _of_cast(about: DumpedTensorInfo, cast: Cast, tensors: Any, rule: Any, again: bool) -> str | None:
     if about.format.name != cast.format:
         return f"said to be {about.format.name}, cast to {cast.format}"
     source, value = cast.source.float(), tensors["value"].float()
@@ -223,7 +223,7 @@ def _of_cast(about: DumpEntry, cast: Cast, tensors: Any, rule: Any, again: bool)
     last_bit = 1e-5 if cast.fused or cast.source.dtype == torch.float32 else 2.0**-9
     if not torch.equal(source, value) and not (again and torch.allclose(source, value, rtol=last_bit, atol=1e-6)):
         return f"another tensor was cast: up to {float((source - value).abs().max())} off"
-    if isinstance(rule, BlockRule):
+    if isinstance(rule, BlockScalingRule):
         return _of_blocks(about, cast, rule)
     if cast.block:
         return "said to have one scale, cast in blocks"
@@ -248,7 +248,7 @@ def _squared_error(cast: Cast) -> float:
     return float((stood_for(cast).reshape(cast.source.shape) - cast.source.double()).square().sum())
 
 
-def _of_blocks(about: DumpEntry, cast: Cast, rule: BlockRule) -> str | None:
+def _of_blocks(about: DumpedTensorInfo, cast: Cast, rule: BlockScalingRule) -> str | None:
     if cast.block is None:
         return "said to be cast in blocks, cast with one scale"
     made = rule.quantize(cast.source, about.role, about.format)

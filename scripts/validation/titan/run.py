@@ -22,7 +22,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 from torchtitan_trainer import MonitoredTrainer  # noqa: E402
 
 from nemo_fp8_debug.coverage.scan import ledger_of  # noqa: E402
-from nemo_fp8_debug.record.reader import find_run, read_table  # noqa: E402
+from nemo_fp8_debug.record.reader import find_record, read_table_rows  # noqa: E402
 
 from .adapters import of_peft  # noqa: E402
 from .casts import Casts  # noqa: E402
@@ -81,7 +81,7 @@ def step_with_casts(trainer: Any, model: torch.nn.Module) -> Casts:
 
 
 def reported(folder: str) -> dict[tuple[str, str], dict[str, Any]]:
-    rows = read_table(find_run(Path(folder) / "fp8_debug"), "metrics").iter_rows(named=True)
+    rows = read_table_rows(find_record(Path(folder) / "fp8_debug"), "metrics").iter_rows(named=True)
     return {(row["layer"], row["role"]): row for row in rows}
 
 

@@ -10,7 +10,7 @@ import pytest
 from processes import run_script
 
 from nemo_fp8_debug.record.dump import dumped_files
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 RUNS = ("none", "watched", "accumulated", "refused")
 Runs = tuple[Path, dict[str, list[dict[str, Any]]]]
@@ -32,17 +32,17 @@ def test_losses_and_weights_are_bit_identical(runs: Runs) -> None:
 
 
 def test_both_ranks_dump_at_the_steps_that_the_trigger_chose(runs: Runs) -> None:
-    record = find_run(runs[0] / "watched")
-    assert read_table(record, "metrics")["step"].unique().to_list() == [0, 10, 20, 24, 25, 30]
+    record = find_record(runs[0] / "watched")
+    assert read_table_rows(record, "metrics")["step"].unique().to_list() == [0, 10, 20, 24, 25, 30]
     assert {(step, rank) for _, step, rank, _ in dumped_files(record)} == {(s, r) for s in (0, 10, 20, 30) for r in (0, 1)}
     assert len(list((runs[0] / "watched").rglob("attempt-*.json"))) == 1
-    assert read_table(record, "steps")["grad_scale"].drop_nulls().to_list() == [1.0] * 6
+    assert read_table_rows(record, "steps")["grad_scale"].drop_nulls().to_list() == [1.0] * 6
 
 
 def test_accumulated_batches_divide_gradients(runs: Runs) -> None:
-    record = find_run(runs[0] / "accumulated")
-    assert read_table(record, "steps")["grad_scale"].to_list() == [0.25, *[None] * 9]
-    metrics = read_table(record, "metrics").filter(role="grad_output")
+    record = find_record(runs[0] / "accumulated")
+    assert read_table_rows(record, "steps")["grad_scale"].to_list() == [0.25, *[None] * 9]
+    metrics = read_table_rows(record, "metrics").filter(role="grad_output")
     assert metrics["unscaled_amax"].to_list() == [4 * amax for amax in metrics["amax"]]
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8DebugWarning, FP8EmulationCallback
 from nemo_fp8_debug.monitor.monitor import StepOrder
 from nemo_fp8_debug.record.merging import has_ended
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
@@ -35,10 +35,10 @@ pytestmark = [
 
 def test_the_record_lies_beside_the_events_and_has_every_loss(tmp_path: Path) -> None:
     fit(tmp_path, [FP8DebugCallback(interval=4)])
-    run = find_run(tmp_path)
+    run = find_record(tmp_path)
     assert str(run) == str(tmp_path / "run" / "fp8_debug")
-    assert read_table(run, "metrics")["step"].unique().to_list() == [0, 4]
-    assert read_table(run, "steps")["step"].to_list() == list(range(6))
+    assert read_table_rows(run, "metrics")["step"].unique().to_list() == [0, 4]
+    assert read_table_rows(run, "steps")["step"].to_list() == list(range(6))
 
 
 def test_a_csv_logger_keeps_its_file_and_gets_one_of_few_columns_beside_it(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_csv_logger_keeps_its_file_and_gets_one_of_few_columns_beside_it(tmp_p
     rows = pl_frames.read_csv(folder / "fp8_metrics.csv")
     assert rows["step"].to_list() == [0, 2, 4]
     assert len(rows.columns) <= 60
-    metrics = read_table(tmp_path / "record", "metrics").filter(pl_frames.col("role") == "weight")
+    metrics = read_table_rows(tmp_path / "record", "metrics").filter(pl_frames.col("role") == "weight")
     worst = metrics.group_by("step", maintain_order=True).agg(pl_frames.col("relative_error").max())
     assert rows["fp8/relative_error/weight/worst"].to_list() == worst["relative_error"].to_list()
 
@@ -81,7 +81,7 @@ def test_another_logger_of_the_trainer_gets_nothing_unless_it_is_named(tmp_path:
 
 def test_no_logger_at_all(tmp_path: Path) -> None:
     fit(tmp_path, [FP8DebugCallback(interval=2)], logger=False, default_root_dir=tmp_path)
-    assert str(find_run(tmp_path)) == str(tmp_path / "fp8_debug")
+    assert str(find_record(tmp_path)) == str(tmp_path / "fp8_debug")
 
 
 def test_table_is_printed_each_sampled_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_a_resumed_run_has_the_steps_of_one_that_went_through(tmp_path: Path) ->
         trainer = pl.Trainer(accelerator="cpu", callbacks=[debug, *callbacks], **options)
         pl.seed_everything(0)
         trainer.fit(Module(), batches, ckpt_path=checkpoint)
-        steps = read_table(tmp_path / name, "steps")
+        steps = read_table_rows(tmp_path / name, "steps")
         return dict(steps.select("step", "loss").rows())
 
     ends = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
@@ -204,7 +204,7 @@ def test_a_disk_that_is_full_for_a_while_costs_neither_the_run_nor_a_sample(
         trainer = fit(tmp_path, [FP8DebugCallback(interval=1)])
     assert (trainer.global_step, len(refused)) == (6, 3)
     assert sum("No space left" in str(w.message) for w in caught) == 1
-    assert read_table(find_run(tmp_path), "metrics")["step"].unique().to_list() == list(range(6))
+    assert read_table_rows(find_record(tmp_path), "metrics")["step"].unique().to_list() == list(range(6))
 
 
 def test_callbacks_can_be_copied_and_pickled_before_the_run() -> None:
@@ -215,7 +215,7 @@ def test_callbacks_can_be_copied_and_pickled_before_the_run() -> None:
 
 def test_emulated_scales_hold_through_accumulated_batches(tmp_path: Path) -> None:
     fit(tmp_path, [FP8EmulationCallback("delayed"), FP8DebugCallback(interval=1)], accumulate_grad_batches=3)
-    rows = read_table(find_run(tmp_path), "metrics").filter(layer="layers.0", role="input")
+    rows = read_table_rows(find_record(tmp_path), "metrics").filter(layer="layers.0", role="input")
     # Batch i is all i + 1: the second step casts with the scale of the largest of the first three.
     assert rows["scale"].to_list() == [1.0, pytest.approx(448 / 3)]
     assert rows["calls"].to_list() == [3, 3]
@@ -232,7 +232,7 @@ def test_a_failed_run_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the user's own"):
         fit(tmp_path, [FP8EmulationCallback("current"), FP8DebugCallback(interval=1)], module=module)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-    assert read_table(find_run(tmp_path), "metrics")["step"].unique().to_list() == [0, 1, 2]
+    assert read_table_rows(find_record(tmp_path), "metrics")["step"].unique().to_list() == [0, 1, 2]
 
 
 def test_a_second_fit_goes_on_with_the_scales_of_the_first(tmp_path: Path) -> None:
@@ -240,14 +240,14 @@ def test_a_second_fit_goes_on_with_the_scales_of_the_first(tmp_path: Path) -> No
     fit(tmp_path / "a", [emulation])
     scales = emulation.state_dict()["states"][0]["scale"]
     fit(tmp_path / "b", [emulation, FP8DebugCallback(interval=1)])
-    rows = read_table(find_run(tmp_path / "b"), "metrics").filter(step=0, layer="layers.0", role="input")
+    rows = read_table_rows(find_record(tmp_path / "b"), "metrics").filter(step=0, layer="layers.0", role="input")
     assert rows["scale"].to_list() == [pytest.approx(scales[0].item())]
 
 
 def test_two_callbacks_get_a_folder_each(tmp_path: Path) -> None:
     fit(tmp_path, [FP8DebugCallback(interval=2, layers=["layers.0"]), FP8DebugCallback(interval=3, layers=["layers.2"])])
     for name, layer in (("fp8_debug", "layers.0"), ("fp8_debug_2", "layers.2")):
-        assert set(read_table(tmp_path / "run" / name, "metrics")["layer"]) == {layer}
+        assert set(read_table_rows(tmp_path / "run" / name, "metrics")["layer"]) == {layer}
 
 
 def test_a_fault_at_the_start_costs_the_monitor_and_not_the_run(tmp_path: Path) -> None:
@@ -270,12 +270,12 @@ def test_a_fault_while_looking_ahead_leaves_a_monitor_that_is_closed(
     def fail(*_: Any) -> None:
         raise RuntimeError("not yet known")
 
-    monkeypatch.setattr(StepOrder, "expect", fail)
+    monkeypatch.setattr(StepOrder, "warn_if_never_sampled", fail)
     with pytest.warns(FP8DebugWarning, match="while looking ahead.*not yet known"):
         fit(tmp_path / "warned", [FP8DebugCallback(interval=1)], max_steps=6)
-    assert read_table(find_run(tmp_path / "warned"), "metrics")["step"].n_unique() == 6
+    assert read_table_rows(find_record(tmp_path / "warned"), "metrics")["step"].n_unique() == 6
     callback = FP8DebugCallback(interval=1, on_error="raise")
     with pytest.raises(RuntimeError, match="not yet known"):
         fit(tmp_path / "raised", [callback], max_steps=6)
     assert callback._monitor is not None and callback._monitor.closed
-    assert has_ended(find_run(tmp_path / "raised"))
+    assert has_ended(find_record(tmp_path / "raised"))

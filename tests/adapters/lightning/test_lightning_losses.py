@@ -13,7 +13,7 @@ from small_models.lightning import Module, fit
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_fp8_debug import FP8DebugCallback
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
@@ -36,7 +36,7 @@ def test_metrics_carry_the_step_of_the_loss_of_their_batch(tmp_path: Path, accum
     amax = {e.step: e.value for e in found.Scalars("fp8_amax/input/layers.0")}
     assert amax == loss  # X of the first layer is the batch; with accumulation both have that of the last batch
     assert list(amax) == list(range(6 // accumulate))
-    metrics = read_table(find_run(tmp_path), "metrics").filter(layer="layers.0", role="input")
+    metrics = read_table_rows(find_record(tmp_path), "metrics").filter(layer="layers.0", role="input")
     assert metrics["calls"].to_list() == [accumulate] * (6 // accumulate)
 
 
@@ -85,10 +85,10 @@ class Manual(Misleading):
 def test_the_recorded_loss_is_the_models_own(tmp_path: Path, module: type[Module], accumulate: int) -> None:
     seen = Seen()
     fit(tmp_path, [FP8DebugCallback(interval=2), seen], module=module(), accumulate_grad_batches=accumulate)
-    run = find_run(tmp_path)
-    steps = read_table(run, "steps")
+    run = find_record(tmp_path)
+    steps = read_table_rows(run, "steps")
     assert dict(zip(steps["step"], steps["loss"], strict=True)) == pytest.approx(seen.losses)
-    assert (read_table(run, "metrics")["calls"] <= accumulate).all()
+    assert (read_table_rows(run, "metrics")["calls"] <= accumulate).all()
 
 
 class Repeated(Module):
@@ -106,7 +106,7 @@ def repeated(folder: Path, callbacks: int = 1, **options: Any) -> Any:
     watching = [FP8DebugCallback(interval=2, table_rows=0, on_error="raise") for _ in range(callbacks)]
     trainer = fit(folder, watching, module=Repeated(), batches=12, **options)
     assert "training_step" not in vars(trainer.strategy)
-    return find_run(folder / "run" / "fp8_debug")
+    return find_record(folder / "run" / "fp8_debug")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
@@ -114,23 +114,25 @@ def test_gradients_are_recorded_in_units_of_the_loss_too(tmp_path: Path, precisi
     amax: dict[int, list[float]] = {}
     for accumulate in (1, 2, 4):
         run = repeated(tmp_path / str(accumulate), accumulate_grad_batches=accumulate, precision=precision)
-        steps = read_table(run, "steps")
+        steps = read_table_rows(run, "steps")
         assert [m for m in steps["grad_scale"] if m is not None] == [1 / accumulate] * len(steps[::2])
-        amax[accumulate] = read_table(run, "metrics").filter(role="grad_output", step=0)["unscaled_amax"].to_list()
+        amax[accumulate] = read_table_rows(run, "metrics").filter(role="grad_output", step=0)["unscaled_amax"].to_list()
     assert amax[1] == amax[2] == amax[4] and len(amax[1]) == 2 and all(amax[1])
 
 
 def test_two_callbacks_both_measure(tmp_path: Path) -> None:
     repeated(tmp_path, callbacks=2, accumulate_grad_batches=2)
     for name in ("fp8_debug", "fp8_debug_2"):
-        assert read_table(find_run(tmp_path / "run" / name), "steps")["grad_scale"].drop_nulls().to_list() == [0.5] * 3
+        assert (
+            read_table_rows(find_record(tmp_path / "run" / name), "steps")["grad_scale"].drop_nulls().to_list() == [0.5] * 3
+        )
 
 
 def test_mixed_precision_in_fp16_skips_steps_and_says_so(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=100)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     run = repeated(tmp_path, plugins=[plugin], accumulate_grad_batches=2)
-    steps = read_table(run, "steps")
+    steps = read_table_rows(run, "steps")
     skipped = [bool(value) for value in steps["skipped"]]
     assert skipped[0] and not skipped[-1]
     scales = [2.0 ** (20 - sum(skipped[:step])) for step in range(6)]
@@ -138,8 +140,8 @@ def test_mixed_precision_in_fp16_skips_steps_and_says_so(tmp_path: Path) -> None
     assert steps["grad_scale"].to_list()[::2] == [scale / 2 for scale in scales[::2]]
     remarks = {e.step for e in events(tmp_path / "run").Tensors("fp8_debug/remarks/text_summary")}
     assert {step for step in range(0, 6, 2) if skipped[step]} <= remarks
-    plain = read_table(repeated(tmp_path / "plain"), "metrics").filter(role="grad_output", step=4)
-    scaled = read_table(run, "metrics").filter(role="grad_output", step=4)
+    plain = read_table_rows(repeated(tmp_path / "plain"), "metrics").filter(role="grad_output", step=4)
+    scaled = read_table_rows(run, "metrics").filter(role="grad_output", step=4)
     assert scaled["unscaled_amax"].to_list() == pytest.approx(plain["amax"].to_list(), rel=2e-3)
     tags = events(tmp_path / "run").Tags()["scalars"]
     assert {"fp8/unscaled_amax/grad_output/worst", "fp8/unscaled_mse/grad_output/median", "fp8/grad_scale"} <= set(tags)
@@ -156,6 +158,6 @@ def test_losses_of_evaluations_are_recorded_with_the_step_that_they_came_after(t
 
     logged = Logged()
     fit(tmp_path, [FP8DebugCallback(interval=2), logged], val_check_interval=3)
-    found = read_table(find_run(tmp_path), "validation")
+    found = read_table_rows(find_record(tmp_path), "validation")
     assert found.select("step", "name").rows() == [(2, "val_loss"), (5, "val_loss")]
     assert found["loss"].to_list() == logged.losses and len(set(logged.losses)) == 2

@@ -15,13 +15,13 @@ from recommendations import CURRENT, recommendation, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_fp8_debug.analysis.checkpoint.audit import audit
-from nemo_fp8_debug.analysis.recommendation.recommend import BF16Ends
-from nemo_fp8_debug.analysis.recommendation.snippets.megatron import make_global_options
+from nemo_fp8_debug.analysis.recommendation.recommend import BF16EndBlocks
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import make_global_options_snippet
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
+from nemo_fp8_debug.record.reader import find_record, read_fingerprint, read_table_rows
 
-FIX = recommendation(run(), {("decoder.layers.4.mlp.linear_fc2", "input"): CURRENT}, BF16Ends(1, 0, 8, None))
-SNIPPET = make_global_options(FIX)
+FIX = recommendation(run(), {("decoder.layers.4.mlp.linear_fc2", "input"): CURRENT}, BF16EndBlocks(1, 0, 8, None))
+SNIPPET = make_global_options_snippet(FIX)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +48,10 @@ def test_losses_and_weights_are_bit_identical(results: dict[str, Any], case: str
 
 @pytest.mark.parametrize("case", ["plain", "recompute"])
 def test_dumped_tensors_give_what_was_recorded(output: Path, case: str) -> None:
-    run = find_run(output / f"{case}-everything")
-    replayed, recorded = replay(run, None, "dumps"), read_table(run, "metrics")
-    triggered = read_table(run, "steps", ["step", "trigger"]).drop_nulls()["step"].to_list()
-    assert len(triggered) == 1 and "amax of X of" in read_table(run, "steps", ["trigger"])["trigger"].drop_nulls()[0]
+    run = find_record(output / f"{case}-everything")
+    replayed, recorded = replay(run, None, "dumps"), read_table_rows(run, "metrics")
+    triggered = read_table_rows(run, "steps", ["step", "trigger"]).drop_nulls()["step"].to_list()
+    assert len(triggered) == 1 and "amax of X of" in read_table_rows(run, "steps", ["trigger"])["trigger"].drop_nulls()[0]
     dumped = {step: set(replayed.filter(step=step)["layer"]) for step in replayed["step"].unique()}
     in_turn = {f"decoder.layers.1.{name}" for name in LINEAR} | {"output_layer"}
     assert dumped[0] == in_turn
@@ -84,20 +84,22 @@ def test_metrics_and_loss_share_their_steps(output: Path, results: dict[str, Any
     assert [e.value for e in losses] == pytest.approx(results["plain"]["1"]["losses"])
     metrics = events.Scalars("fp8_underflow_pct/input/decoder.layers.3.mlp.linear_fc2")
     assert [e.step for e in metrics] == [e.step for e in losses] == list(range(5))
-    record = read_table(find_run(output / "plain-1"), "steps")
+    record = read_table_rows(find_record(output / "plain-1"), "steps")
     assert record["loss"].to_list() == pytest.approx(results["plain"]["1"]["losses"])
 
 
 def test_gradients_are_recorded_in_units_of_the_loss_too(output: Path) -> None:
     for case in ("plain", "recompute"):
-        run = find_run(output / f"{case}-1")
-        assert read_table(run, "steps")["grad_scale"].to_list() == pytest.approx([0.5] * 5, rel=1e-6)  # two micro-batches
-        metrics = read_table(run, "metrics").filter(role="grad_output")
+        run = find_record(output / f"{case}-1")
+        assert read_table_rows(run, "steps")["grad_scale"].to_list() == pytest.approx(
+            [0.5] * 5, rel=1e-6
+        )  # two micro-batches
+        metrics = read_table_rows(run, "metrics").filter(role="grad_output")
         assert metrics["unscaled_amax"].to_list() == pytest.approx([2 * amax for amax in metrics["amax"]], rel=1e-6)
 
 
 def test_every_gemm_is_recorded_under_the_engine_that_quantized_it(output: Path) -> None:
-    metrics = read_table(find_run(output / "plain-1"), "metrics").filter(step=4)
+    metrics = read_table_rows(find_record(output / "plain-1"), "metrics").filter(step=4)
     assert len(metrics) == 3 * (4 * 4 + 1)
     engine = metrics.filter(scale_source="engine")
     assert set(engine["gemm"]) == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
@@ -107,12 +109,12 @@ def test_every_gemm_is_recorded_under_the_engine_that_quantized_it(output: Path)
 
 
 def test_recompute_records_the_same_metrics(output: Path) -> None:
-    plain, recomputed = (read_table(find_run(output / f"{case}-1"), "metrics") for case in ("plain", "recompute"))
+    plain, recomputed = (read_table_rows(find_record(output / f"{case}-1"), "metrics") for case in ("plain", "recompute"))
     assert plain.equals(recomputed)
 
 
 def test_fingerprint(output: Path) -> None:
-    found = read_fingerprint(find_run(output / "plain-1"))
+    found = read_fingerprint(find_record(output / "plain-1"))
     assert {"torch", "lightning", "nemo-toolkit", "megatron-core", "nemo-fp8-debug"} <= set(found["versions"])
     assert found["recipe"]["fp8_engine"] == "emulation"
     assert found["backend_options"]["num_layers"] == 4

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8EmulationCallback, FP8PlanCallback, apply_plan
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.plan.plan import PLAN, TAKEN, Change, Plan
-from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.reader import find_record, read_table_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
@@ -38,7 +38,7 @@ def saved(folder: Path, plan: Plan, name: str = "plan.json") -> str:
 def casts(folder: Path, *interventions: Any) -> dict[tuple[str, str], str]:
     """What cast each operand in the last step of a short run."""
     fit(folder, [FP8DebugCallback(interval=1, table_rows=0, on_error="raise"), *interventions])
-    rows = read_table(find_run(folder), "metrics").filter(step=5)
+    rows = read_table_rows(find_record(folder), "metrics").filter(step=5)
     columns = rows.select("layer", "role", "scale_source", "recipe").rows()
     return {(layer, role): recipe if source == "engine" else source for layer, role, source, recipe in columns}
 
@@ -135,14 +135,14 @@ import sys, torch, torch.distributed as dist
 from torch import nn
 from nemo_fp8_debug import ConfigError
 from nemo_fp8_debug.capture.gemms import find_gemms
-from nemo_fp8_debug.interventions.emulate import check_named
+from nemo_fp8_debug.interventions.emulate import check_changes_name_gemms
 from nemo_fp8_debug.plan.plan import Change, Plan
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank, world_size=2)
 stage = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
-check_named(Plan((Change("stage0", "bf16"), Change("stage1", "bf16"))), find_gemms([stage]), "of this run")
+check_changes_name_gemms(Plan((Change("stage0", "bf16"), Change("stage1", "bf16"))), find_gemms([stage]), "of this run")
 try:
-    check_named(Plan((Change("stage1", "bf16"), Change("stage2", "bf16"))), find_gemms([stage]), "of this run")
+    check_changes_name_gemms(Plan((Change("stage1", "bf16"), Change("stage2", "bf16"))), find_gemms([stage]), "of this run")
 except ConfigError as error:
     print(error)
 dist.barrier()

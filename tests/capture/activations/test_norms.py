@@ -137,9 +137,9 @@ class TestTwoRuns:
         return folder
 
     def test_a_channel_that_stands_out_comes_first(self, tmp_path: Path) -> None:
-        found = compare(self.trained(tmp_path / "run", outlier=64.0), self.trained(tmp_path / "baseline")).features[
-            "activations"
-        ]
+        found = compare(
+            self.trained(tmp_path / "run", outlier=64.0), self.trained(tmp_path / "baseline")
+        ).feature_comparisons["activations"]
         first = found.filter(metric="channel_ratio").row(0, named=True)
         assert (first["layer"], first["tensor"]) == ("1", "input") and first["ratio_log2"] > 4
         told = CliRunner().invoke(app, ["compare", str(tmp_path / "run"), "--baseline", str(tmp_path / "baseline")]).output
@@ -147,5 +147,5 @@ class TestTwoRuns:
 
     def test_nan_that_comes_up_between_gemms_is_named(self, tmp_path: Path) -> None:
         told = diagnose(self.trained(tmp_path / "run", lost=True), self.trained(tmp_path / "baseline"))
-        assert (told.cause, told.culprit and told.culprit.operand) == ("nonfinite", "input of 1")
+        assert (told.cause, told.culprit and told.culprit.tensor_name) == ("nonfinite", "input of 1")
         assert told.culprit and told.culprit.since == 2

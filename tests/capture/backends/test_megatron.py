@@ -40,14 +40,14 @@ class TestMegatron:
         from nemo_fp8_debug.capture import operands
 
         model, taken = gpt(), {}
-        original = operands.Operand.add
+        original = operands.OperandAccumulator.add_tensor
 
-        def keep(self: operands.Operand, x: torch.Tensor, order: int, use: Any = None) -> None:
+        def keep(self: operands.OperandAccumulator, x: torch.Tensor, order: int, use: Any = None) -> None:
             taken.setdefault((self.gemm.name, self.role), []).append(x.detach().clone())
             original(self, x, order, use)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operands.Operand, "add", keep)
+            patch.setattr(operands.OperandAccumulator, "add_tensor", keep)
             sampled(model)
         for gemm in find_gemms([model]):
             pairs = zip(taken[gemm.name, "input"], taken[gemm.name, "grad_output"], strict=True)

@@ -93,7 +93,7 @@ def test_many_micro_batches_take_no_more_memory_and_give_the_same_metrics(monkey
     """Each is cast with a scale of its own; beyond a few they are measured as they pass."""
     torch.manual_seed(0)
     model = Block().bfloat16()
-    emulation = Emulation.of_gemms(find_gemms([model]), parse_recipe("current"))
+    emulation = Emulation.from_gemms(find_gemms([model]), parse_recipe("current"))
     emulation.attach()
     batches = [10.0**i * torch.randn(4, 16).bfloat16() for i in range(-2, 4)]
     rows = []
@@ -104,7 +104,7 @@ def test_many_micro_batches_take_no_more_memory_and_give_the_same_metrics(monkey
         with monitor.step(0):
             train_step(model, batches)
         rows.append(samples.rows(0))
-        histograms = samples.samples[0].table("histograms")
+        histograms = samples.samples[0].get_table("histograms")
         of_x = [
             i for i, key in enumerate(zip(histograms["layer"], histograms["role"], strict=True)) if key == ("up", "input")
         ]

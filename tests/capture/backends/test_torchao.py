@@ -14,7 +14,7 @@ from torchao_engine import RECIPES, Cast, casts_of_a_layer, config_of, float8, l
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.backends.torchao import casts
 from nemo_fp8_debug.capture.backends.torchao.casts import CASTS, KNOWN, find_cast
-from nemo_fp8_debug.numerics.block_scaling import BlockRule, RowwiseScaling
+from nemo_fp8_debug.numerics.block_scaling import BlockScalingRule, RowwiseScaling
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, saturating_cast
 from nemo_fp8_debug.numerics.metrics import compute_amax
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
@@ -40,11 +40,11 @@ def run(model: nn.Module, given: dict[str, torch.Tensor], **options: Any) -> tup
 def recast(x: torch.Tensor, use: Any, role: str, turn: bool) -> Cast:
     """By the rule that the backend has read, along the rows or the columns of an operand."""
     m = x.t() if turn else x
-    if isinstance(use.scale, BlockRule):
+    if isinstance(use.scale, BlockScalingRule):
         found = use.scale.quantize(m, role, use.format)
         codes, scale = found.codes, found.scales.scale
     else:
-        scale = use.scale.scale(compute_amax(m), use.format.max)
+        scale = use.scale.compute_scale(compute_amax(m), use.format.max)
         codes = saturating_cast(m.float() * scale, use.format)
     return Cast(codes.t(), scale.t() if scale.dim() else scale) if turn else Cast(codes, scale)
 
@@ -105,7 +105,7 @@ def test_errors_of_outputs_are_those_of_torchaos_products(name: str) -> None:
     """The whole of each output, from the codes that torchao multiplied; none of a product in high precision."""
     given = operands(33, 100, 48, torch.bfloat16)
     samples, theirs = run(layer_of(name, given), given, output_rows=1000)
-    outputs = samples.samples[0].table("outputs")
+    outputs = samples.samples[0].get_table("outputs")
     found = dict(zip(outputs["product"], outputs["relative_error"], strict=True))
     x, w, dy = (given[role].double() for role in ("input", "weight", "grad_output"))
     exact = {"fprop": x @ w.t(), "dgrad": dy @ w, "wgrad": dy.t() @ x}
@@ -209,7 +209,7 @@ def test_scales_of_amaxes_next_to_powers_of_two_and_to_nothing_are_torchaos(roun
     fmt = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}[target]
     limits = torch.full_like(amax, fmt.max)  # of several tensors at once, as metrics are computed
     for scale in (fmt.max, limits):
-        assert torch.equal(CurrentScaling(1e-12, rounds, rounds).scale(amax, scale), want)
-    assert torch.equal(RowwiseScaling(rounds).scales(amax[:, None], amax[0], fmt, torch.float32).scale[:, 0], want)
-    by_bits = CurrentScaling(1e-12, rounds).scale(amax, fmt.max)
+        assert torch.equal(CurrentScaling(1e-12, rounds, rounds).compute_scale(amax, scale), want)
+    assert torch.equal(RowwiseScaling(rounds).compute_scales(amax[:, None], amax[0], fmt, torch.float32).scale[:, 0], want)
+    by_bits = CurrentScaling(1e-12, rounds).compute_scale(amax, fmt.max)
     assert torch.equal(by_bits, want) != rounds  # so the logarithm is needed

@@ -19,7 +19,7 @@ from torchao.quantization.quantize_.common.kernel_preference import KernelPrefer
 from torchao_engine import Multiplied, casts_of_a_layer, configured, float8, multiplied, operands
 
 from nemo_fp8_debug import ConfigError, Emulation, FP8DebugWarning, Monitor
-from nemo_fp8_debug.capture.backends.base import UnknownCast
+from nemo_fp8_debug.capture.backends.base import UnknownCastError
 from nemo_fp8_debug.capture.backends.torchao.casts import MXFP8_OPTIONS, find_cast
 from nemo_fp8_debug.kernels import quantization_sums
 from nemo_fp8_debug.numerics.block_scaling import quantization_sums_in_blocks
@@ -191,7 +191,7 @@ def test_mxfp8_in_its_emulation_is_measured_by_the_codes_that_torchao_multiplies
         values = theirs.qdata.double() * scale.view(theirs.qdata.shape)
         assert row["mse"] == pytest.approx(float((given[role].double() - values).square().mean()), rel=1e-12)
         assert row["underflow_pct"] == 100 * float(((given[role] != 0) & (values == 0)).double().mean())
-    assert set(samples.samples[0].table("outputs")["product"]) == {"fprop", "dgrad"} | (
+    assert set(samples.samples[0].get_table("outputs")["product"]) == {"fprop", "dgrad"} | (
         set() if wgrad_with_hp else {"wgrad"}
     )
 
@@ -203,7 +203,7 @@ def test_mxfp8_in_its_emulation_is_measured_by_the_codes_that_torchao_multiplies
 )
 def test_mxfp8_by_kernels_or_in_another_mode_is_unknown(options: Any) -> None:
     for role in ROLES:
-        with pytest.raises(UnknownCast, match=f"unsupported value {next(iter(options))}="):
+        with pytest.raises(UnknownCastError, match=f"unsupported value {next(iter(options))}="):
             find_cast(mxfp8(**options)[0], role)
 
 

@@ -13,7 +13,7 @@ from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4Li
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.capture.backends.base import UnknownCast
+from nemo_fp8_debug.capture.backends.base import UnknownCastError
 from nemo_fp8_debug.capture.backends.torchao import nvfp4
 from nemo_fp8_debug.capture.backends.torchao.casts import find_cast
 from nemo_fp8_debug.kernels import quantization_sums
@@ -149,13 +149,13 @@ def test_what_is_not_known_of_a_layer_is_named(case: str) -> None:
     module = layer()[0]
     assert find_cast(module, "input").source == "engine"
     change(module)
-    with pytest.raises(UnknownCast, match=named):
+    with pytest.raises(UnknownCastError, match=named):
         find_cast(module, "input")
 
 
 def test_a_release_whose_kernels_were_not_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvfp4, "RELEASES", ("0.17",))
-    with pytest.raises(UnknownCast, match=r"NVFP4Linear of torchao 0\.18\.0.* is not supported"):
+    with pytest.raises(UnknownCastError, match=r"NVFP4Linear of torchao 0\.18\.0.* is not supported"):
         find_cast(layer()[0], "weight")
 
 

@@ -15,7 +15,7 @@ from torchao.float8.config import CastConfig, Float8GemmConfig, Float8LinearConf
 from torchao_engine import configured, layer_of, operands
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.capture.backends.base import UnknownCast
+from nemo_fp8_debug.capture.backends.base import UnknownCastError
 from nemo_fp8_debug.capture.backends.torchao.casts import CASTS, find_cast
 
 
@@ -68,7 +68,7 @@ def test_what_is_not_known_of_a_configuration_is_named_once_and_labeled_unknown(
     change, named = UNKNOWN[case]
     module = layer_of("rowwise", operands(5, 16, 32, torch.bfloat16))[0]
     module.config = change(configured("rowwise"))
-    with pytest.raises(UnknownCast, match="(?=.*supported).*" + re.escape(named)):
+    with pytest.raises(UnknownCastError, match="(?=.*supported).*" + re.escape(named)):
         for role in CASTS:
             find_cast(module, role)
 
@@ -98,7 +98,7 @@ def test_a_release_that_casts_otherwise_is_unknown(monkeypatch: pytest.MonkeyPat
     module = layer_of("tensorwise", operands(5, 16, 32, torch.bfloat16))[0]
     monkeypatch.setattr("torchao.float8.float8_utils.EPS", 1.0)
     find_cast_difference.cache_clear()
-    with pytest.raises(UnknownCast, match=r"unsupported torchao version: .*scales of CurrentScaling"):
+    with pytest.raises(UnknownCastError, match=r"unsupported torchao version: .*scales of CurrentScaling"):
         find_cast(module, "input")
     find_cast_difference.cache_clear()
     monkeypatch.undo()

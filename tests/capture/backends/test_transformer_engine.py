@@ -233,4 +233,4 @@ def test_a_state_that_has_changed_costs_one_warning_an_operand_and_no_metric(ver
 
 def test_emulation_is_refused(version: Version) -> None:
     with pytest.raises(ConfigError, match=r"fc1 is a module of Transformer Engine.*does its own quantization"):
-        Emulation.of_gemms(find_gemms([Layer(version)]), parse_recipe("delayed"))
+        Emulation.from_gemms(find_gemms([Layer(version)]), parse_recipe("delayed"))

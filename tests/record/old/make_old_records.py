@@ -18,7 +18,7 @@ from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.interventions.emulate import Emulation
 
 try:
-    from nemo_fp8_debug.capture.gemms import find_gemms, select_gemms
+    from nemo_fp8_debug.capture.gemms import find_gemms, require_matching_gemms
     from nemo_fp8_debug.numerics.recipe import parse_recipe
 
     NEW = {"output_rows": 16}
@@ -36,7 +36,9 @@ def train(output: str, faulty: bool, fp8: bool) -> None:
     model = GPT(layers=2 if NEW else 1, width=32).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     data = DataLoader(TextWindows(4 * STEPS, 32), batch_size=4)
-    emulation = Emulation(select_gemms(find_gemms([model]), ["layers.*"]), parse_recipe("delayed(amax_history_len=16)"))
+    emulation = Emulation(
+        require_matching_gemms(find_gemms([model]), ["layers.*"]), parse_recipe("delayed(amax_history_len=16)")
+    )
     if fp8:
         emulation.attach()
     options = {"table_rows": 0, "weigh": ["current-e5m2"], "triggers": ["loss_spike"], "trigger_steps": 1} | NEW

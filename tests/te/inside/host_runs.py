@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import DelayedScaling
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
-from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.storage import FolderStorage
 
 SHOWN = {"input": "X", "weight": "W", "grad_output": "dY"}
 DELAYED = DelayedScaling(amax_history_len=4, margin=1)
@@ -62,7 +62,7 @@ def checked(
         but: (layer, role) to leave out.
     """
     seen = 0
-    place = Storage(folder)
+    place = FolderStorage(folder)
     for _, step, _, name in dumped_files(place):
         about, tensors = read_dump(place, name)
         if (about.layer, about.role) in but:

@@ -19,10 +19,10 @@ from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.onset import find_onsets
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.analysis.story.summary import summarize
 from nemo_fp8_debug.coverage.scan import ledger_of
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 LIMITS = {"e4m3": 448.0, "e5m2": 57344.0}
 
@@ -112,7 +112,7 @@ RECIPES = {
 @pytest.mark.parametrize(("name", "form"), [("delayed", "sbhd"), ("current", "bshd"), ("mha", "bshd")])
 def test_metrics_are_those_of_the_tensors_that_the_emulation_casts(tmp_path: Path, name: str, form: str) -> None:
     states, casts = train(RECIPES[name], tmp_path, form=form)
-    rows = read_table(tmp_path, "metrics").filter(layer="core")
+    rows = read_table_rows(tmp_path, "metrics").filter(layer="core")
     assert rows.height == 3 * 10 and set(rows["scale_source"]) == {"engine"}
     compared = 0
     for step, of_step in casts.items():
@@ -137,7 +137,7 @@ def test_under_mxfp8_blocks_lie_along_what_a_product_sums_over(tmp_path: Path) -
     with monitor.step(0), te.autocast(enabled=True, recipe=MXFP8BlockScaling(fp8_dpa=True)):
         model["core"](q, k, v).float().square().mean().backward()
     monitor.close()
-    rows = {row["role"]: row for row in read_table(tmp_path, "metrics").filter(layer="core").to_dicts()}
+    rows = {row["role"]: row for row in read_table_rows(tmp_path, "metrics").filter(layer="core").to_dicts()}
     quantized = ("query", "key", "value", "context", "grad_context", "grad_query", "grad_key", "grad_value")
     casts = [cast for cast in CASTS if cast.usage == "rowwise" or cast.source.shape[-1] == 32]
     assert len(casts) == len(quantized) and {role: rows[role]["scale_source"] for role in rows} == {
@@ -154,17 +154,19 @@ def test_under_mxfp8_blocks_lie_along_what_a_product_sums_over(tmp_path: Path) -
 def test_micro_batches_and_recompute_count_once(tmp_path: Path, recompute: bool | None) -> None:
     options: dict[str, Any] = {"calls": 2, "recompute": recompute, "steps": 2}
     states, _ = train(RECIPES["current"], tmp_path, **options)
-    rows = read_table(tmp_path, "metrics").filter(layer="core")
+    rows = read_table_rows(tmp_path, "metrics").filter(layer="core")
     assert rows.height == 2 * 10 and set(rows["calls"]) == {2} and set(rows["scale_source"]) == {"engine"}
     assert states == train(RECIPES["current"], **options)[0]
     train(RECIPES["current"], tmp_path / "plain", calls=2, steps=2)
     columns = ["step", "role", "n", "scale", "mse", "underflow_pct"]
-    assert_frame_equal(rows.select(columns), read_table(tmp_path / "plain", "metrics").filter(layer="core").select(columns))
+    assert_frame_equal(
+        rows.select(columns), read_table_rows(tmp_path / "plain", "metrics").filter(layer="core").select(columns)
+    )
 
 
 def test_without_fp8_attention_there_are_no_rows_and_no_warning(tmp_path: Path) -> None:
     train(DelayedScaling(), tmp_path, steps=1)
-    assert set(read_table(tmp_path, "metrics")["layer"]) == {"qkv"}
+    assert set(read_table_rows(tmp_path, "metrics")["layer"]) == {"qkv"}
 
 
 def test_an_fp8_attention_whose_operands_nothing_shows_is_named(tmp_path: Path) -> None:
@@ -206,4 +208,6 @@ def test_readers_show_the_operands_of_attention(tmp_path: Path) -> None:
     train(RECIPES["delayed"], tmp_path / "b", steps=6)
     compared = compare(tmp_path / "b", tmp_path / "a")
     assert summarize(compared) and diagnose(tmp_path / "b", tmp_path / "a").verdict() and diagnose(tmp_path / "b").verdict()
-    assert "dP" in set(find_onsets(*(Metrics.from_rows(read_table(tmp_path / name, "metrics")) for name in "ab"))["tensor"])
+    assert "dP" in set(
+        find_onsets(*(MetricsTable.from_rows(read_table_rows(tmp_path / name, "metrics")) for name in "ab"))["tensor"]
+    )

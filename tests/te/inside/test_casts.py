@@ -22,10 +22,10 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from nemo_fp8_debug import FP8DebugWarning
-from nemo_fp8_debug.capture.backends.base import UnknownCast
-from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import make_cast
+from nemo_fp8_debug.capture.backends.base import UnknownCastError
+from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import make_quantizer_cast
 from nemo_fp8_debug.capture.operator_mode import apply_shared_amax
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 OPTIONS = {"params_dtype": torch.bfloat16, "bias": False}
 MODULES: dict[str, Any] = {
@@ -49,7 +49,7 @@ def stepping(model: nn.Module, recipe: Any, *splits: Any) -> Any:
 
 
 def sources(folder: Path) -> dict[str, set[str]]:
-    rows = read_table(folder, "metrics").select("role", "scale_source").unique().rows()
+    rows = read_table_rows(folder, "metrics").select("role", "scale_source").unique().rows()
     found: dict[str, set[str]] = {}
     for role, source in rows:
         found.setdefault(role, set()).add(source)
@@ -85,7 +85,7 @@ def test_an_override_that_changes_between_calls(tmp_path: Path) -> None:
 
     casts = run(tmp_path, model, step, steps=4)
     quantized = {number for number, of_step in casts.items() if any(c.format == "e5m2" for c in of_step)}
-    rows = read_table(tmp_path, "metrics").filter(role="grad_output").select("step", "scale_source").unique().rows()
+    rows = read_table_rows(tmp_path, "metrics").filter(role="grad_output").select("step", "scale_source").unique().rows()
     assert dict(rows) == {number: "engine" if number in quantized else "not quantized" for number in range(4)}
     assert quantized == {1, 3}
 
@@ -109,7 +109,7 @@ def test_a_custom_recipe_is_measured_by_the_quantizer_that_each_operand_got(tmp_
     model.add_module("proj", te.Linear(32, 32, name="proj", **OPTIONS))
     casts = run(tmp_path, model, stepping(model, CustomRecipe(qfactory=factory)))
     assert "qkv grad_output" in found
-    metrics = read_table(tmp_path, "metrics")
+    metrics = read_table_rows(tmp_path, "metrics")
     rows = metrics.select("layer", "role", "recipe", "format", "scale_source").unique().sort("layer", "role")
     assert rows.rows() == [
         ("proj", "grad_output", "current-hybrid(epsilon=0.5)", "e5m2", "engine"),
@@ -152,7 +152,7 @@ def test_an_attribute_that_is_not_known_makes_its_operand_unknown(tmp_path: Path
     model.proj.quantizers["scaling_bwd"][0].new_rounding = None
     with pytest.warns(FP8DebugWarning, match="dY of proj is unknown: .* an unsupported attribute 'new_rounding'"):
         run(tmp_path, model, stepping(model, recipe), dump=[])
-    rows = read_table(tmp_path, "metrics").filter(role="grad_output").select("layer", "scale_source").unique().rows()
+    rows = read_table_rows(tmp_path, "metrics").filter(role="grad_output").select("layer", "scale_source").unique().rows()
     assert dict(rows) == {"qkv": "engine", "proj": "unknown"}
 
 
@@ -181,7 +181,7 @@ def test_a_norm_that_is_not_made_again_makes_x_unknown(tmp_path: Path, monkeypat
     model.add_module("proj", te.Linear(32, 32, **OPTIONS))
     with pytest.warns(FP8DebugWarning, match="X of qkv is unknown: .*ZERO_CENTERED"):
         run(tmp_path, model, stepping(model, Float8CurrentScaling()), dump=[])
-    rows = read_table(tmp_path, "metrics").filter(scale_source="unknown").select("layer", "role").unique().rows()
+    rows = read_table_rows(tmp_path, "metrics").filter(scale_source="unknown").select("layer", "role").unique().rows()
     assert rows == [("qkv", "input")]
 
 
@@ -216,20 +216,20 @@ E4M3 = DType.kFloat8E4M3
 )
 def test_quantizers_are_read_or_refused(quantizer: Any, role: str, recipe: str) -> None:
     if "=" in recipe.partition("(")[0] or " " in recipe:
-        with pytest.raises(UnknownCast, match=recipe):
-            make_cast(quantizer, None, role)
+        with pytest.raises(UnknownCastError, match=recipe):
+            make_quantizer_cast(quantizer, None, role)
     else:
-        use = make_cast(quantizer, None, role)
+        use = make_quantizer_cast(quantizer, None, role)
         assert (use.recipe.name, use.source) == (recipe, "engine")
 
 
 def test_an_amax_that_ranks_share_is_unknown_unless_their_reduction_was_seen() -> None:
     group, other = SimpleNamespace(size=lambda: 2), SimpleNamespace(size=lambda: 3)
-    use = make_cast(current(with_amax_reduction=True, amax_reduction_group=group), None, "input")
+    use = make_quantizer_cast(current(with_amax_reduction=True, amax_reduction_group=group), None, "input")
     seen = apply_shared_amax(use, [(other, torch.tensor([1.0])), (group, torch.tensor([7.0])), (group, torch.tensor([2.0]))])
     assert (seen.source, float(seen.scale), seen.amax_group) == ("engine", 64.0, None)
     for reduced in ([], [(other, torch.tensor([1.0]))]):
-        with pytest.raises(UnknownCast, match="ranks share its amax"):
+        with pytest.raises(UnknownCastError, match="ranks share its amax"):
             apply_shared_amax(use, reduced)
 
 
@@ -248,5 +248,5 @@ def test_an_infinity_is_the_amax_of_what_the_engine_casts(tmp_path: Path, dtype:
     casts = run(tmp_path, model, step, roles=["input"])
     assert {float(cast.scale) for cast in casts_of(model.proj, "X", 0)} == {1.0}
     assert checked(tmp_path, model, casts, {"proj": ("proj", 0)}) == 3
-    rows = read_table(tmp_path, "metrics").filter(role="input")
+    rows = read_table_rows(tmp_path, "metrics").filter(role="input")
     assert rows["scale"].to_list() == [1.0] * 3 and rows["inf"].to_list() == [1] * 3

@@ -13,7 +13,7 @@ from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 from nemo_fp8_debug import FP8DebugWarning
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 RECIPES = {
     "delayed": DELAYED,
@@ -47,7 +47,7 @@ class TestBlock:
 
         casts = run(tmp_path, model, step)
         assert checked(tmp_path, model, casts, BLOCK) == 3 * (2 + 3 * 4)
-        metrics = read_table(tmp_path, "metrics").filter(role="input")
+        metrics = read_table_rows(tmp_path, "metrics").filter(role="input")
         assert set(metrics["calls"]) == {3}
 
     @pytest.mark.parametrize("reentrant", [True, False])
@@ -86,7 +86,7 @@ class TestBlock:
         casts = run(tmp_path, model, step, dump=["second"])
         gemms = {f"second.{name}": (f"second.{name}", 0) for name in BLOCK}
         assert checked(tmp_path, model, casts, gemms) == 3 * 6
-        metrics = read_table(tmp_path, "metrics")
+        metrics = read_table_rows(tmp_path, "metrics")
         sources = dict(metrics.select("layer", "scale_source").unique().rows())
         assert sources == {"first.qkv": "not quantized", "first.proj": "not quantized"} | dict.fromkeys(gemms, "engine")
 
@@ -165,7 +165,7 @@ class TestSeveralGemms:
         casts = run(tmp_path, model, step, steps=4)
         gemms = {"mlp.fc1": ("mlp", 0), "mlp.fc2": ("mlp", 1)}
         assert checked(tmp_path, model, casts, gemms) == 4 * 4
-        found = set(read_table(tmp_path, "metrics").select("layer", "role").rows())
+        found = set(read_table_rows(tmp_path, "metrics").select("layer", "role").rows())
         fc1, fc2 = ("input", "weight"), ("weight", "grad_output")
         assert found == {("mlp.fc1", role) for role in fc1} | {("mlp.fc2", role) for role in fc2}
 
@@ -182,7 +182,7 @@ class TestSeveralGemms:
         experts = sum(n > 0 for n in splits)
         gemms = {f"fc1.{i}": ("fc1", i) for i in range(3)}
         assert checked(tmp_path, model, casts, gemms) == 3 * (2 * experts + 3)
-        assert set(read_table(tmp_path, "metrics")["gemm"]) == {"fc1"}
+        assert set(read_table_rows(tmp_path, "metrics")["gemm"]) == {"fc1"}
 
 
 def test_operations_of_te_ops_are_not_called_as_modules() -> None:
@@ -206,4 +206,4 @@ def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
 
     with pytest.warns(FP8DebugWarning, match="unsupported modules are left out, first fused, a transformer_engine"):
         run(tmp_path, model, step, dump=[])
-    assert set(read_table(tmp_path, "metrics")["layer"]) == {"known"}
+    assert set(read_table_rows(tmp_path, "metrics")["layer"]) == {"known"}

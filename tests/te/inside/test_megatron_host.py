@@ -10,7 +10,7 @@ import pytest
 from host_runs import checked, run
 from test_megatron import FULL_RECOMPUTE, gpt, train
 
-from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
+from nemo_fp8_debug.record.reader import find_record, read_fingerprint, read_table_rows
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -32,9 +32,9 @@ def test_every_scale_and_code_of_a_gpt(tmp_path: Path, recipe: str, options: dic
     casts = run(tmp_path, model, lambda step: train(model, steps=1), dump=["layers.*"])
     # Two micro-batches of X and dY, and W, of four GEMMs in each of two layers.
     assert checked(tmp_path, model, casts, gemms_of(model)) == 3 * 2 * 4 * 5
-    metrics = read_table(tmp_path, "metrics").filter(layer="output_layer")
+    metrics = read_table_rows(tmp_path, "metrics").filter(layer="output_layer")
     assert set(metrics["scale_source"]) <= {"emulated", "current"}  # Megatron leaves the output layer in BF16
-    assert read_fingerprint(find_run(tmp_path))["recipe"]["fp8_engine"] == "Transformer Engine"
+    assert read_fingerprint(find_record(tmp_path))["recipe"]["fp8_engine"] == "Transformer Engine"
 
 
 def test_first_and_last_layers_in_bf16(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_first_and_last_layers_in_bf16(tmp_path: Path) -> None:
     )
     casts = run(tmp_path, model, lambda step: train(model, steps=1), dump=["layers.1"])
     assert checked(tmp_path, model, casts, gemms_of(model)) == 3 * 4 * 5
-    sources = read_table(tmp_path, "metrics").group_by("layer").agg("scale_source").rows()
+    sources = read_table_rows(tmp_path, "metrics").group_by("layer").agg("scale_source").rows()
     assert all(set(found) == {"not quantized"} for layer, found in sources if "layers.0" in layer)
 
 
@@ -51,7 +51,7 @@ def test_experts(tmp_path: Path) -> None:
     model = gpt(experts=4)
     casts = run(tmp_path, model, lambda step: train(model, steps=1), dump=["experts"], on_error="warn")
     assert checked(tmp_path, model, casts, gemms_of(model)) > 3 * 2 * 2 * 4
-    metrics = read_table(tmp_path, "metrics")
+    metrics = read_table_rows(tmp_path, "metrics")
     assert {"linear_fc1", "linear_fc2"} <= set(metrics["gemm"])
     for (step, role, layer), rows in metrics.filter(pl.col("experts").is_not_null()).group_by(
         "step", "role", pl.col("layer").str.replace(r"\.\w+$|\.\*$", "")
@@ -79,7 +79,7 @@ def test_megatrons_own_subclasses_are_verified(tmp_path: Path, experts: int | No
         on_error="warn",
     )
     layers = pl.col("layer").str.contains("linear_")
-    outcomes = read_table(tmp_path, "verification").filter(layers, pl.col("outcome") != "unknown")
+    outcomes = read_table_rows(tmp_path, "verification").filter(layers, pl.col("outcome") != "unknown")
     assert set(outcomes["outcome"]) == {"within"}
     assert set(outcomes["gemm"]) == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
-    assert set(read_table(tmp_path, "metrics").filter(layers)["scale_source"]) == {"engine"}
+    assert set(read_table_rows(tmp_path, "metrics").filter(layers)["scale_source"]) == {"engine"}

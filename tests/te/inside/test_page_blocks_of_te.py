@@ -13,7 +13,7 @@ from test_megatron import DENSE, casts_by_name, gpt, train
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import make_quantizers
+from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import make_quantizer_snippets
 from nemo_fp8_debug.analysis.runs.run import Run
 
 FC2 = "decoder.layers.1.mlp.linear_fc2"
@@ -31,7 +31,7 @@ def fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         train(model, steps=1)
     monitor.close()
     found = recommendation(Run.read("run"), {(FC2, "input"): BF16})
-    (factory,), _ = make_quantizers(found, for_megatron=False)
+    (factory,), _ = make_quantizer_snippets(found, for_megatron=False)
     folder.mkdir()
     (folder / factory.name).write_text(factory.text)
     monkeypatch.syspath_prepend(str(folder))

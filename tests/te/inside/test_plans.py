@@ -16,10 +16,10 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
 from nemo_fp8_debug.capture.gemms import find_gemms
-from nemo_fp8_debug.interventions.transformer_engine import EngineChanges, te_recipe
+from nemo_fp8_debug.interventions.transformer_engine import EngineChanges, make_te_recipe
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.plan.plan import Change, Plan
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 DELAYED = DelayedScaling(amax_history_len=4)
 RECIPES = {"delayed": DELAYED, "current": Float8CurrentScaling()}
@@ -146,7 +146,7 @@ def test_the_monitor_reports_what_the_kernels_did(tmp_path: Path, recipe: Any) -
     gemms = {f"{block}.{name}": (f"{block}.{name}", 0) for block in ("first", "second") for name in BLOCK}
     dark = {("first.proj", role) for role in ("input", "weight", "grad_output")}
     assert checked(tmp_path, model, casts, gemms, dark) == 4 * 9
-    rows = read_table(tmp_path, "metrics").filter(step=3)
+    rows = read_table_rows(tmp_path, "metrics").filter(step=3)
     found = {layer: (source, name) for layer, source, name in rows.select("layer", "scale_source", "recipe").rows()}
     assert found["first.proj"] == ("not quantized", "current-hybrid")
     assert found["second.qkv"] == ("engine", "delayed-e4m3(amax_history_len=2)")
@@ -174,7 +174,7 @@ def test_fp8_inputs_with_bf16_multiplication(tmp_path: Path) -> None:
     expected = x.float() @ quantized(weight, torch.float8_e4m3fn).float().T
     assert torch.allclose(seen["y"].float(), expected, rtol=2**-7)
     assert not torch.allclose(seen["y"].float(), x.float() @ weight.float().T, rtol=2**-7)
-    rows = read_table(tmp_path, "metrics").filter(layer="second.proj")
+    rows = read_table_rows(tmp_path, "metrics").filter(layer="second.proj")
     assert set(rows["scale_source"]) == {"engine"} and set(rows["recipe"]) == {"current-hybrid"}
 
 
@@ -268,12 +268,12 @@ def test_megatron(options: dict[str, Any]) -> None:
     ],
 )
 def test_options_of_block_recipes_reach_transformer_engine(name: str, fields: dict[str, Any]) -> None:
-    made = te_recipe(parse_recipe(name))
+    made = make_te_recipe(parse_recipe(name))
     assert {field: getattr(made, field) for field in fields} == fields
 
 
 def test_block_dimensions_that_transformer_engine_does_not_multiply_are_refused() -> None:
     with pytest.raises(ConfigError, match="2D by 2D"):
-        te_recipe(parse_recipe("blockwise(dimensions=2)"))
+        make_te_recipe(parse_recipe("blockwise(dimensions=2)"))
     with pytest.raises(ConfigError, match="dimensions of blockwise are 3"):
         parse_recipe("blockwise(dimensions=3)")

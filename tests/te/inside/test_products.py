@@ -11,7 +11,7 @@ from emulated_te import te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 RECIPES = {"delayed": DelayedScaling(amax_history_len=4, margin=1), "current": Float8CurrentScaling()}
 of_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -24,7 +24,7 @@ def relative_error(found: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def products(folder: Path, step: int) -> dict[tuple[str, str], dict[str, Any]]:
-    table = read_table(folder, "outputs", where={"step": step})
+    table = read_table_rows(folder, "outputs", where={"step": step})
     return {(row["layer"], row["product"]): row for row in table.to_dicts()}
 
 

@@ -28,10 +28,10 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.quantization import QuantizerRole, RecipeState
 
 from nemo_fp8_debug import ConfigError, Monitor, name_modules
-from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import NAME, make_quantizers
-from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import NAME, make_quantizer_snippets
+from nemo_fp8_debug.analysis.runs.metrics import MetricsTable
 from nemo_fp8_debug.analysis.runs.run import Run
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_table_rows
 
 BF16 = [("bf16", "bf16")]
 E4M3 = [("format", "current-e4m3"), *BF16]
@@ -66,7 +66,7 @@ def loaded(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     sys.path.insert(0, str(tmp_path))
 
     def load(run: Run, ways: Ways) -> Any:
-        (snippet,), reasons = make_quantizers(recommendation(run, ways), for_megatron=False)
+        (snippet,), reasons = make_quantizer_snippets(recommendation(run, ways), for_megatron=False)
         assert snippet.name == NAME and not reasons
         (tmp_path / NAME).write_text(snippet.text)
         sys.modules.pop("te_quantizers", None)
@@ -172,7 +172,7 @@ def test_experts_of_a_group_are_changed_together(loaded: Any, tmp_path: Path) ->
     native = grouped()
     run(tmp_path / "run", native, lambda _: trained(native, Float8CurrentScaling()), steps=1, dump=[])
     found = recommendation(Run.read(tmp_path / "run"), {("experts.1", "grad_output"): BF16})
-    (snippet,), _ = make_quantizers(found, for_megatron=False)
+    (snippet,), _ = make_quantizer_snippets(found, for_megatron=False)
     assert snippet.coarser == ("dY of experts: all experts of the group are cast alike.",)
     factory = loaded(found.run, {("experts.1", "grad_output"): BF16}).factory
     model = grouped()
@@ -189,7 +189,7 @@ def test_the_record_of_the_changed_run_says_so(runs: dict[str, Run], loaded: Any
     with monitor.step(0):
         step(model, CustomRecipe(qfactory=factory))
     monitor.close()
-    rows = read_table(tmp_path / "run", "metrics").filter(scale_source="not quantized").select("layer", "role").rows()
+    rows = read_table_rows(tmp_path / "run", "metrics").filter(scale_source="not quantized").select("layer", "role").rows()
     assert rows == [("proj", "grad_output")]
 
 
@@ -226,11 +226,11 @@ ROWS = {
 @pytest.mark.parametrize("name", list(ROWS))
 def test_quantizers_of_all_others_are_transformer_engines_own(runs: dict[str, Run], loaded: Any, name: str) -> None:
     """Attribute by attribute, whatever the recipe."""
-    metrics = runs["current"].metrics.frame()
+    metrics = runs["current"].metrics.read_all_rows()
     fmt = {role: "e5m2" if "hybrid" in name and role == "grad_output" else "e4m3" for role in SHOWN.values()}
     rows = metrics.with_columns(metrics["role"].replace_strict(fmt).alias("format"))
 
-    changed = replace(runs["current"], metrics=Metrics.from_rows(rows.with_columns(recipe=pl.lit(name))))
+    changed = replace(runs["current"], metrics=MetricsTable.from_rows(rows.with_columns(recipe=pl.lit(name))))
     module = loaded(changed, {("proj", "grad_output"): BF16})
     for mode, roles in (("forward", ("input", "weight")), ("backward", ("grad_output",))):
         asked = [QuantizerRole("linear", role, "qkv") for role in roles]
@@ -253,7 +253,7 @@ def test_nothing_is_written_where_a_cast_was_not_read(tmp_path: Path) -> None:
     model = Block()
     with pytest.warns(match="unknown"):
         run(tmp_path, model, lambda i: step(model, _strange(), i), dump=[])
-    files, (reason,) = make_quantizers(
+    files, (reason,) = make_quantizer_snippets(
         recommendation(Run.read(tmp_path), {("proj", "grad_output"): BF16}), for_megatron=False
     )
     assert not files and "te_quantizers.py is not written: W of" in reason and "was not read" in reason

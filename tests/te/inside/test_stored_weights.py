@@ -23,7 +23,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.optimizers import FusedAdam
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor, compare, diagnose, read_record, recommend
-from nemo_fp8_debug.capture.backends.base import UnknownCast
+from nemo_fp8_debug.capture.backends.base import UnknownCastError
 from nemo_fp8_debug.capture.backends.transformer_engine.stored import read_stored_weight
 
 RECIPES = {
@@ -165,9 +165,9 @@ def test_a_layout_that_is_not_known_is_not_read(attribute: str, value: Any) -> N
     stored = read_stored_weight(Model(RECIPES["mxfp8"]).proj)
     assert stored is not None
     setattr(stored.parameter, attribute, value)
-    with pytest.raises(UnknownCast):
-        stored.decoded()
-        stored.cast()
+    with pytest.raises(UnknownCastError):
+        stored.decode_values()
+        stored.find_cast()
 
 
 def test_a_class_that_is_not_known_is_left_out_and_said(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ from ....core.keys import GRADIENTS, SHOWN_AS
 from ....core.text import format_number
 from ....numerics.limits import MADE_UP
 from ... import thresholds
-from ...loss.curve import find_lasting_start, running_median
-from ...loss.step_change import measure_rise
+from ...loss.curve import compute_running_median, find_lasting_start
+from ...loss.step_change import measure_loss_rise_at_step
 from ...runs.grid import Floats, Ints
-from ...runs.metrics import Metrics
+from ...runs.metrics import MetricsTable
 from ...runs.run import Run
 from ...runs.source import Bools
-from ..facts import Facts, Records, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
-from ..rule import rule
+from ..rule import register_rule
 
 #: units of the factor. Gradients of micro-batches may be averaged or summed, so only a change in both units shows a fault
 _UNITS = ("per_scale", "per_micro_batch")
@@ -38,7 +38,7 @@ class Factors(NamedTuple):
 
 
 @define_fact
-def gradient_factors(records: Records) -> Factors:
+def gradient_factors(records: DiagnosedRecords) -> Factors:
     """Return the factors at steps around which the loss scale is constant. If the scale changes, frameworks may report the
     change a step early or late.
     """
@@ -54,7 +54,7 @@ def _read_factors(run: Run) -> pl.DataFrame:
         steady = (scale == scale.shift(1)).fill_null(True) & (scale == scale.shift(-1)).fill_null(True)
         rows = rows.filter(scale.is_not_null()).filter(steady & scale.is_finite() & (scale > 0))
     rows = rows.filter(pl.col("grad_scale").is_finite())
-    calls = run.metrics.with_role("grad_output").reduce_rows(
+    calls = run.metrics.select_roles("grad_output").reduce_rows(
         ["calls"], lambda some: some.group_by("step").agg(pl.col("calls").cast(pl.Float64).median())
     )
     known = rows.join(calls.select("step", "calls"), on="step", how="left")
@@ -63,7 +63,7 @@ def _read_factors(run: Run) -> pl.DataFrame:
     return known.select("step", "grad_scale", "loss_scale", *_UNITS).sort("step")
 
 
-@rule("gradient factor", ("multiplier",), (gradient_factors,), event="multiplier", needs_no_baseline=True)
+@register_rule("gradient factor", ("multiplier",), (gradient_factors,), event="multiplier", needs_no_baseline=True)
 def find_factor(facts: Facts) -> Iterator[Finding]:
     """Name a wrong factor between the loss and the gradients.
 
@@ -165,7 +165,7 @@ def _factor(strength: str, evidence: str, since: int, advice: str) -> Finding:
 
 
 @define_fact
-def sizes_against_baseline(records: Records) -> pl.DataFrame:
+def sizes_against_baseline(records: DiagnosedRecords) -> pl.DataFrame:
     """Return layer, role and bits: log2 of the ratio of the run's median amax to the baseline's median amax in early
     samples.
 
@@ -178,10 +178,10 @@ def sizes_against_baseline(records: Records) -> pl.DataFrame:
     return both.select("layer", "role", bits=pl.col("level") - pl.col("level_baseline"))
 
 
-def _first_sizes(metrics: Metrics) -> pl.DataFrame:
+def _first_sizes(metrics: MetricsTable) -> pl.DataFrame:
     n = len(metrics.steps)
     first = metrics.steps[MADE_UP : max(MADE_UP + thresholds.FEW, n // 8)]
-    rows = metrics.with_role("grad_output", "weight").select_steps(first).frame(["amax"])
+    rows = metrics.select_roles("grad_output", "weight").select_steps(first).read_all_rows(["amax"])
     rows = rows.filter((pl.col("amax") > 0) & pl.col("amax").is_finite())
     return rows.group_by("layer", "role", maintain_order=True).agg(level=pl.col("amax").log(2).median())
 
@@ -208,14 +208,14 @@ class GradientNorms:
 
 
 @define_fact
-def gradient_norms(records: Records) -> GradientNorms:
+def gradient_norms(records: DiagnosedRecords) -> GradientNorms:
     """Return the gradient norms of run and baseline, and the sizes of dY in the run's samples."""
     run, baseline = records.run, records.baseline
-    gradients = run.metrics.with_role("grad_output")
+    gradients = run.metrics.select_roles("grad_output")
     known = (pl.col("amax") > 0) & pl.col("amax").is_finite()
     move = _find_move(_read_norms(run), None if baseline is None else _read_norms(baseline))
     steps = _samples_around(gradients.steps, None if move is None else move.step)
-    rows = gradients.select_steps(steps).frame(["amax"]).filter(known)
+    rows = gradients.select_steps(steps).read_all_rows(["amax"]).filter(known)
     return GradientNorms(
         _read_norms(run),
         None if baseline is None else _read_norms(baseline),
@@ -245,7 +245,7 @@ class _Move(NamedTuple):
     bits: float
 
 
-@rule(
+@register_rule(
     "gradient norm",
     ("dead", "multiplier", "software", "unknown"),
     (gradient_norms, sizes_against_baseline),
@@ -362,7 +362,7 @@ def _part_of_move(move: _Move, steps: Ints, bits: Floats) -> float:
 
 def _has_other_reason(norms: GradientNorms, facts: Facts, step: int) -> bool:
     """Return True if the loss rose at that step, or if the batch size changed."""
-    if measure_rise(facts.loss.run, facts.loss.baseline, step) is not None:
+    if measure_loss_rise_at_step(facts.loss.run, facts.loss.baseline, step) is not None:
         return True
     sizes = norms.consumed.with_columns(per_step=pl.col("consumed_samples").diff() / pl.col("step").diff()).drop_nulls()
     before = sizes.filter(pl.col("step") < step).tail(thresholds.FEW)["per_step"].median()
@@ -399,7 +399,7 @@ def _apart(norms: GradientNorms, facts: Facts) -> Iterator[Finding]:
     if len(both) < 2 * thresholds.LEVEL:
         return
     bits = np.log2(both["grad_norm"].to_numpy() / both["grad_norm_baseline"].to_numpy())
-    smooth = running_median(bits, 2)
+    smooth = compute_running_median(bits, 2)
     usual, noise = float(np.median(bits[: thresholds.LEVEL])), _noise(bits)
     # At the start, the models have not learned yet, so another seed causes only small differences.
     if abs(usual) > max(thresholds.NORM_APART, thresholds.NORM_SIGMAS * noise / thresholds.LEVEL**0.5) and (
@@ -461,7 +461,7 @@ def _compare_gradients(facts: Facts, bits: float) -> str:
 # Sizes by kind of GEMM -----------------------------------------------------------------------------------------------
 
 
-@rule("sizes", ("multiplier", "software"), (sizes_against_baseline,), event="multiplier")
+@register_rule("sizes", ("multiplier", "software"), (sizes_against_baseline,), event="multiplier")
 def find_sizes(facts: Facts) -> Iterator[Finding]:
     """Name kinds of GEMM if the size of their dY or W differs from the baseline from the start.
 
@@ -480,7 +480,7 @@ def find_sizes(facts: Facts) -> Iterator[Finding]:
         )
         usual = _median(kinds["bits"]) if role in GRADIENTS and len(kinds) else 0.0
         kinds = kinds.with_columns(apart=pl.col("bits") - usual)
-        limit = thresholds.SIZE_OFF * (1 if facts.same_batches else thresholds.OTHER_BATCHES)
+        limit = thresholds.SIZE_OFF * (1 if facts.has_same_batches else thresholds.OTHER_BATCHES)
         off = kinds.filter(pl.col("apart").abs() > limit).sort(pl.col("apart").abs(), descending=True)
         if off.is_empty() or len(off) == len(kinds) > 1:
             continue

@@ -11,9 +11,9 @@ import polars as pl
 from ....core.text import format_number
 from ... import thresholds
 from ...runs.settings import read_learning_rates
-from ..facts import Facts, Records, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
-from ..rule import rule
+from ..rule import register_rule
 
 
 class LearningRates(NamedTuple):
@@ -24,14 +24,14 @@ class LearningRates(NamedTuple):
 
 
 @define_fact
-def learning_rates(records: Records) -> LearningRates:
+def learning_rates(records: DiagnosedRecords) -> LearningRates:
     """Return positive learning rates by step."""
     mine, theirs = (None if each is None else read_learning_rates(each.steps) for each in (records.run, records.baseline))
     assert mine is not None
     return LearningRates(mine, theirs)
 
 
-@rule("learning rate", ("learning_rate",), (learning_rates,), event="lr")
+@register_rule("learning rate", ("learning_rate",), (learning_rates,), event="lr")
 def find_learning_rate(facts: Facts) -> Iterator[Finding]:
     """Name a learning rate that departs from the baseline's learning rate, or that rises after its warm-up.
 

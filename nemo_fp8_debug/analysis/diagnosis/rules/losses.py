@@ -13,12 +13,12 @@ from ... import thresholds
 from ...loss.curve import LossCurve
 from ...loss.outcome import OF_RANGE
 from ...runs.run import Run
-from ..facts import Facts, Records, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
-from ..rule import rule
+from ..rule import register_rule
 
 
-@rule("reference", ("software",), (), event="reference")
+@register_rule("reference", ("software",), (), event="reference")
 def find_reference(facts: Facts) -> Iterator[Finding]:
     """Exclude precision as the cause if a BF16 run that is otherwise equal fails in the same way.
 
@@ -33,7 +33,7 @@ def find_reference(facts: Facts) -> Iterator[Finding]:
         yield Finding("reference", "software", "clear", evidence, since=other.harm_onset_step, advice=advice, is_exact=True)
 
 
-@rule("level", ("software",), (), event="loss")
+@register_rule("level", ("software",), (), event="loss")
 def find_level(facts: Facts) -> Iterator[Finding]:
     """Name a loss that goes up to another level and stays there, in a run without a baseline.
 
@@ -45,7 +45,7 @@ def find_level(facts: Facts) -> Iterator[Finding]:
     step, percent = loss.level_shift
     if not _is_abrupt(loss, step):
         return
-    scale = loss.measure_base_before(step)
+    scale = loss.measure_percent_base_before(step)
     unit = OF_RANGE if scale is not None and scale.is_range else ""
     evidence = f"the loss goes up by {format_number(percent)}%{unit} around {facts.unit} {step} and stays there"
     advice = "Look at what changed around then: data, labels, masks, the loss function, the batch size, a resumed state."
@@ -66,7 +66,7 @@ def _is_abrupt(loss: LossCurve, step: int) -> bool:
 
 
 @define_fact
-def resumes(records: Records) -> list[int]:
+def resumes(records: DiagnosedRecords) -> list[int]:
     """Return the first step of each attempt except the first attempt."""
     rows = records.run.steps.select("step", "attempt").drop_nulls()
     firsts = rows.group_by("attempt").agg(pl.col("step").min()).sort("attempt")["step"].to_list()
@@ -84,13 +84,13 @@ class SkippedSteps(NamedTuple):
 
 
 @define_fact
-def skipped_steps(records: Records) -> SkippedSteps:
+def skipped_steps(records: DiagnosedRecords) -> SkippedSteps:
     """Return the steps that the optimizer skipped, as reported by the framework."""
     usual = None if records.baseline is None else _flags(records.baseline)["skipped"].mean()
     return SkippedSteps(_flags(records.run), usual if isinstance(usual, float) else 0.0)
 
 
-@rule("skipped steps", ("skipped",), (skipped_steps,), event="optimizer")
+@register_rule("skipped steps", ("skipped",), (skipped_steps,), event="optimizer")
 def find_skipped(facts: Facts) -> Iterator[Finding]:
     """Name an optimizer that skips all steps from some step on, or that skips many steps.
 

@@ -9,12 +9,12 @@ import numpy as np
 import polars as pl
 
 from ....core.keys import ROLES, SHOWN_AS
-from ....core.table import load_modules
+from ....core.table import load_feature_modules
 from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
-from ..facts import Facts, Records, define_fact, subtract_baseline_tensors
+from ..facts import DiagnosedRecords, Facts, define_fact, subtract_baseline_tensors
 from ..finding import Finding, advise_on_nonfinite
-from ..rule import rule
+from ..rule import register_rule
 
 #: order of passes in a step: the forward pass, the loss, the backward pass, weight gradients, the gradient norm, the
 #: optimizer
@@ -43,11 +43,11 @@ class NonfiniteValues:
 
 
 @define_fact
-def nonfinite_values(records: Records) -> NonfiniteValues:
+def nonfinite_values(records: DiagnosedRecords) -> NonfiniteValues:
     """Return the first NaN or infinity of each kind of value, without those that also occur in the baseline."""
     run, baseline = records.run, records.baseline
     found = [*_of_operands(run, baseline), *_of_loss(run, baseline), *_of_norms(run, baseline)]
-    for module in load_modules("rule"):
+    for module in load_feature_modules("rule"):
         for rows in (module.find_nonfinite(run, baseline),) if hasattr(module, "find_nonfinite") else ():
             found += rows
     found = list({each.what: each for each in sorted(found, reverse=True)}.values())[::-1]
@@ -56,7 +56,7 @@ def nonfinite_values(records: Records) -> NonfiniteValues:
     return NonfiniteValues(tuple(found), operand is not None and _weights_are_finite(run, operand.step))
 
 
-@rule("nonfinite", ("nonfinite",), (nonfinite_values,), event="nonfinite", needs_no_baseline=True)
+@register_rule("nonfinite", ("nonfinite",), (nonfinite_values,), event="nonfinite", needs_no_baseline=True)
 def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
     """Name the place of the first NaN or infinity in order of execution.
 
@@ -73,7 +73,7 @@ def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
         evidence += "; then in " + ", in ".join(f"{each.what} at {each.step}" for each in others)
     loss = facts.loss.run
     lost = loss.steps[~np.isfinite(loss.losses)]
-    if len(lost) and loss.nonfinite_from_step is None and len(after := loss.steps[loss.steps > lost[-1]]):
+    if len(lost) and loss.all_nonfinite_from_step is None and len(after := loss.steps[loss.steps > lost[-1]]):
         evidence += f"; the loss is a number again from {after[0]} on"
     operand = next((each for each in others if each.role in ROLES), None)
     if first.layer is None and operand is not None:
@@ -86,7 +86,7 @@ def find_first_nonfinite(facts: Facts) -> Iterator[Finding]:
 
 
 def _weights_are_finite(run: Run, step: int) -> bool:
-    weights = run.metrics.select_steps(np.array([step])).with_role("weight").frame(["nan", "inf"])
+    weights = run.metrics.select_steps(np.array([step])).select_roles("weight").read_all_rows(["nan", "inf"])
     return len(weights) > 0 and weights.filter(IS_NONFINITE).is_empty()
 
 

@@ -10,24 +10,24 @@ import numpy.typing as npt
 import polars as pl
 
 from ....core.keys import GRADIENTS, SHOWN_AS
-from ....core.layer_names import is_aggregate, name_aggregate
+from ....core.layer_names import find_expert_aggregate, is_expert_aggregate
 from ....core.scale_sources import QUANTIZED
 from ....core.text import format_count, format_number
 from ....numerics.limits import MADE_UP
 from ....numerics.recipe import find_recipe
 from ....numerics.tensor_scaling import DelayedScaling
 from ... import thresholds
-from ...comparison.compare import Comparison, select_quantized, split_off_experts
+from ...comparison.compare import Comparison, select_quantized_operands, split_off_single_experts
 from ...comparison.onset import IN_A_ROW, find_onsets
-from ...runs.blocks import compute_median
+from ...runs.blocks import compute_column_median
 from ...runs.grid import Floats, Ints
-from ...runs.metrics import IS_NONFINITE, Metrics
+from ...runs.metrics import IS_NONFINITE, MetricsTable
 from ...runs.run import Run
-from ...runs.settings import usual_casts
-from ..facts import Facts, Records, define_fact
+from ...runs.settings import find_usual_casts
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import CAUSES, Finding, advise_on_nonfinite, advise_on_producer
-from ..limits import find_over_limit, select_fp8_operands
-from ..rule import rule
+from ..limits import find_operands_over_limit, select_fp8_operands
+from ..rule import register_rule
 from .losses import resumes
 from .values import value_jumps
 
@@ -107,7 +107,7 @@ class Suspect:
 
 
 @define_fact
-def suspects(records: Records) -> list[Suspect]:
+def suspects(records: DiagnosedRecords) -> list[Suspect]:
     """Return the operands out of band: first operands far out of band in order of onset, then the others."""
     if records.run.quantization != QUANTIZED:
         return []
@@ -115,7 +115,7 @@ def suspects(records: Records) -> list[Suspect]:
 
 
 @define_fact
-def judged_samples(records: Records) -> Ints:
+def judged_samples(records: DiagnosedRecords) -> Ints:
     """Return the steps, [S], at which operands can be checked.
 
     With a baseline, these are the samples with error metrics within the baseline's steps. Without a baseline, these are all
@@ -124,7 +124,7 @@ def judged_samples(records: Records) -> Ints:
     run, baseline = records.run, records.baseline
     if baseline is None:
         covered = records.bands is not None and records.bands.is_mostly_covered
-        limited = run.quantization != QUANTIZED or not select_fp8_operands(select_quantized(run.metrics)).is_empty()
+        limited = run.quantization != QUANTIZED or not select_fp8_operands(select_quantized_operands(run.metrics)).is_empty()
         return (
             run.metrics.steps
             if (covered or limited) and not take_beginning(run.metrics).is_empty()
@@ -138,7 +138,7 @@ def judged_samples(records: Records) -> Ints:
     return within
 
 
-@rule(
+@register_rule(
     "operand",
     ("corrupted_scale", "stale_scale", "clipping", "underflow", "outlier", "nonfinite", "dead"),
     (suspects, judged_samples, value_jumps),
@@ -181,11 +181,11 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
         if suspect.role in GRADIENTS and found.cause in ("clipping", "underflow"):
             found = replace(found, strength="hint")
     # If the scale is not to blame, a different seed may explain more underflow.
-    other_values = suspect.baseline is not None and not facts.same_batches and suspect.excess < thresholds.OTHER_BATCHES
+    other_values = suspect.baseline is not None and not facts.has_same_batches and suspect.excess < thresholds.OTHER_BATCHES
     if by_values and found.cause == "underflow" and other_values:
         found = replace(found, strength="hint")
     # If the loss is almost zero, most gradients are almost zero too.
-    if by_values and suspect.role in GRADIENTS and facts.loss.run.vanishes:
+    if by_values and suspect.role in GRADIENTS and facts.loss.run.falls_near_zero:
         return replace(found, strength="hint", of_kind="gradients")
     if suspect.loses_later is not None and (found.cause, found.strength) == ("outlier", "hint"):
         metric, value, usual, step = suspect.loses_later
@@ -200,13 +200,13 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
             return replace(found, strength="hint", of_kind="gradients" if suspect.role in GRADIENTS and by_values else "")
     if suspect.by == "limits" and found.strength == "hint":
         found = replace(found, strength="clear")
-    lost_at = facts.loss.run.nonfinite_from_step
+    lost_at = facts.loss.run.all_nonfinite_from_step
     if found.cause == "nonfinite" and lost_at is not None and suspect.since > lost_at:
         found = replace(found, strength="hint", may_follow_the_loss=True)
     return replace(found, of_kind="gradients" if suspect.role in GRADIENTS and by_values else "")
 
 
-@rule("resume", ("resumed_without_scales",), (suspects, resumes))
+@register_rule("resume", ("resumed_without_scales",), (suspects, resumes))
 def find_lost_scales(facts: Facts) -> Iterator[Finding]:
     """Name a resume at which scales went wrong because FP8 state was not restored.
 
@@ -225,7 +225,7 @@ def find_lost_scales(facts: Facts) -> Iterator[Finding]:
             return
 
 
-def has_lost_most(suspect: Suspect) -> bool:
+def loses_most_values(suspect: Suspect) -> bool:
     """Return True if an operand loses most of its values from the onset to the end of the run."""
     behind = suspect.course.steps >= suspect.since
     lost = np.fmax(suspect.course.underflow, suspect.course.overflow)[behind]
@@ -441,7 +441,7 @@ def _usual_outlier(suspect: Suspect, start: int) -> float:
 # Which operands are out -------------------------------------------------------------------------------------------------
 
 
-def _against_baseline(records: Records) -> list[Suspect]:
+def _against_baseline(records: DiagnosedRecords) -> list[Suspect]:
     comparison = records.comparison
     assert comparison is not None
     run, baseline = comparison.run, comparison.baseline
@@ -452,30 +452,30 @@ def _against_baseline(records: Records) -> list[Suspect]:
     named = pl.DataFrame([each[:2] for each in chosen], dict.fromkeys(_KEY, pl.String), orient="row")
     # An operand beyond the limits of healthy operands counts, unless the baseline's operand is beyond them by a similar
     # amount.
-    far = split_off_experts(records.beyond)[0].join(named, on=_KEY, how="anti")
+    far = split_off_single_experts(records.operands_over_limit)[0].join(named, on=_KEY, how="anti")
     if len(far):
-        theirs = find_over_limit(select_quantized(baseline.metrics.select_keys(far.select(_KEY))), 0.0).rename(
-            {"excess": "usual"}
-        )
+        theirs = find_operands_over_limit(
+            select_quantized_operands(baseline.metrics.select_tensors_by_key(far.select(_KEY))), 0.0
+        ).rename({"excess": "usual"})
         both = far.join(theirs.select(*_KEY, "usual"), on=_KEY, how="left", maintain_order="left")
         far = both.filter(pl.col("excess") > thresholds.TIMES_USUAL * pl.col("usual").fill_null(0.0)).drop("usual")
     chosen += [(*each, "limits") for each in _strongest_first(far, run)]
     return _with_courses(run, baseline, chosen, comparison.out_of_band)
 
 
-def _alone(records: Records) -> list[Suspect]:
+def _alone(records: DiagnosedRecords) -> list[Suspect]:
     """Return operands beyond limits or bands of healthy runs, then operands that left the band of their own first
     samples.
     """
     run = records.run
-    usual, cast = take_beginning(run.metrics), select_quantized(run.metrics)
-    far = [records.beyond.select(*_KEY, "onset", "excess")]
+    usual, cast = take_beginning(run.metrics), select_quantized_operands(run.metrics)
+    far = [records.operands_over_limit.select(*_KEY, "onset", "excess")]
     if records.bands is not None:
         out = records.bands.beyond.join(cast.tensors, on=_KEY, how="semi", maintain_order="left")
         far.append(out.select(*_KEY, "onset", "excess"))
     beyond = pl.concat(far).group_by(_KEY, maintain_order=True).agg(pl.col("onset").min(), pl.col("excess").max())
-    beyond = split_off_experts(beyond.sort("onset", -pl.col("excess"), maintain_order=True))[0]
-    moved = split_off_experts(find_onsets(usual, cast if not usual.is_empty() else usual))[0]
+    beyond = split_off_single_experts(beyond.sort("onset", -pl.col("excess"), maintain_order=True))[0]
+    moved = split_off_single_experts(find_onsets(usual, cast if not usual.is_empty() else usual))[0]
     beyond = _begin_earlier(beyond, moved, run)
     moved = moved.join(beyond, on=_KEY, how="anti", maintain_order="left")
     if records.bands is not None:
@@ -488,13 +488,15 @@ def _with_courses(
     run: Run, baseline: Run | None, chosen: Sequence[tuple[str, str, int, float, int, str]], out_of_band: pl.DataFrame
 ) -> list[Suspect]:
     keys = pl.DataFrame([each[:2] for each in chosen], dict.fromkeys(_KEY, pl.String), orient="row").unique()
-    mine = run.metrics.select_keys(keys).frame(COURSE)
-    theirs = None if baseline is None else baseline.metrics.select_keys(keys)
+    mine = run.metrics.select_tensors_by_key(keys).read_all_rows(COURSE)
+    theirs = None if baseline is None else baseline.metrics.select_tensors_by_key(keys)
     known = set() if theirs is None else set(theirs.tensors.rows())
-    rows = None if theirs is None else theirs.frame(COURSE)
-    usual = {role: compute_median(run.metrics.with_role(role), "outlier_log2") for role in {each[1] for each in chosen}}
+    rows = None if theirs is None else theirs.read_all_rows(COURSE)
+    usual = {
+        role: compute_column_median(run.metrics.select_roles(role), "outlier_log2") for role in {each[1] for each in chosen}
+    }
     end = None if baseline is None else baseline.metrics.steps[-1]
-    casts = usual_casts(run.metrics.select_keys(keys)).iter_rows()
+    casts = find_usual_casts(run.metrics.select_tensors_by_key(keys)).iter_rows()
     histories = {(layer, role): _count_steps_of_history(recipe) for layer, role, recipe, _ in casts}
     steps, found = run.metrics.steps, []
     for layer, role, since, excess, samples, by in chosen:
@@ -537,14 +539,14 @@ def _comparable(comparison: Comparison) -> pl.DataFrame:
     If an operand's recipe differs from its recipe in the baseline, its errors and scales differ too. Such an operand counts
     only if its values are unusual, or if it exceeds the limits of healthy operands.
     """
-    mine, theirs = (usual_casts(run.metrics) for run in (comparison.run, comparison.baseline))
+    mine, theirs = (find_usual_casts(run.metrics) for run in (comparison.run, comparison.baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline")
     alike = both.filter(pl.struct("recipe", "cast") == pl.struct(recipe="recipe_baseline", cast="cast_baseline"))
     rows, run = comparison.out_of_band, comparison.run
     others = rows.join(alike, on=_KEY, how="anti", maintain_order="left")
     if others.is_empty():
         return rows
-    far = find_over_limit(select_quantized(run.metrics.select_keys(others)))
+    far = find_operands_over_limit(select_quantized_operands(run.metrics.select_tensors_by_key(others)))
     counts = pl.concat([alike.select(_KEY), far.select(_KEY)])
     known = counts.select(operand=pl.struct(_KEY))["operand"].implode()
     return rows.filter(pl.col("metric").is_in(_OF_VALUES) | pl.struct(_KEY).is_in(known))
@@ -568,18 +570,18 @@ def _outstanding_expert(
     Args:
         experts: single experts that are out of band.
     """
-    if not is_aggregate(layer) or experts.is_empty():
+    if not is_expert_aggregate(layer) or experts.is_empty():
         return None
     samples = run.metrics.steps
     soon = max(samples[samples > since][:2].tolist(), default=since)
-    of_layer = pl.col("layer").map_elements(name_aggregate, pl.String) == layer
+    of_layer = pl.col("layer").map_elements(find_expert_aggregate, pl.String) == layer
     rows = experts.filter(pl.col("role") == role, pl.col("onset") <= soon).filter(of_layer)
     each = rows.group_by("layer").agg(pl.col("onset").min(), pl.col("excess").max()).sort("excess", descending=True)
     alone = len(each) == 1 or (len(each) > 1 and each["excess"][0] > thresholds.TIMES_USUAL * each["excess"][1])
     return (each["layer"][0], role, each["onset"][0], each["excess"][0]) if alone else None
 
 
-def take_beginning(metrics: Metrics) -> Metrics:
+def take_beginning(metrics: MetricsTable) -> MetricsTable:
     """Return the first samples with their steps scaled to cover the whole run. Return no samples if there are too few."""
     n = round(len(metrics.steps) * thresholds.BEGINNING)
     if n < 2 * thresholds.FEW:
@@ -607,7 +609,7 @@ def _strongest_first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str
 
 def _order_of_nonfinite(run: Run, tensors: pl.DataFrame) -> pl.DataFrame:
     """Return layer, role, onset and execution order of the tensors with NaN or infinity at the onset."""
-    metrics, column = run.metrics.select_keys(tensors), "nonfinite_order"
+    metrics, column = run.metrics.select_tensors_by_key(tensors), "nonfinite_order"
     wanted = metrics.tensors.with_row_index("tensor").join(tensors, on=_KEY).select(pl.col("tensor").cast(pl.Int64), "onset")
 
     def choose(rows: pl.DataFrame) -> pl.DataFrame:

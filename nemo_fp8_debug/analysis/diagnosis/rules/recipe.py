@@ -9,13 +9,13 @@ import numpy as np
 import polars as pl
 
 from ....core.keys import SHOWN_AS, Key
-from ....core.scale_sources import select_quantized
+from ....core.scale_sources import select_quantized_sources
 from ... import thresholds
-from ...runs.grid import find_stretches
-from ...runs.metrics import Metrics
-from ..facts import Facts, Records, define_fact
+from ...runs.grid import split_into_constant_stretches
+from ...runs.metrics import MetricsTable
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
-from ..rule import rule
+from ..rule import register_rule
 
 _KEY = ["layer", "role"]
 
@@ -37,7 +37,7 @@ class RecipeChange(NamedTuple):
 
 
 @define_fact
-def recipe_changes(records: Records) -> list[RecipeChange]:
+def recipe_changes(records: DiagnosedRecords) -> list[RecipeChange]:
     """Return the changes of recipes in the run, and the differences from the baseline.
 
     Leave out operands whose recipe a plan chose, because a plan is a change that the user wants.
@@ -50,7 +50,7 @@ def recipe_changes(records: Records) -> list[RecipeChange]:
     return [each for each in found if each is not None]
 
 
-@rule("recipe", ("changed_recipe",), (recipe_changes,), event="recipe")
+@register_rule("recipe", ("changed_recipe",), (recipe_changes,), event="recipe")
 def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
     """Name operands if their recipe changes during the run, or differs from the recipe in the baseline.
 
@@ -64,20 +64,20 @@ def find_recipe_changes(facts: Facts) -> Iterator[Finding]:
         yield Finding("recipe", "changed_recipe", "clear", evidence, each.layer, each.role, each.step, others=others)
 
 
-def _list_quantized(metrics: Metrics) -> pl.DataFrame:
+def _list_quantized(metrics: MetricsTable) -> pl.DataFrame:
     """Return layer and role of operands that may be quantized in some sample. For other operands, we assume a recipe."""
-    counts, none = metrics.counts("scale_source"), np.zeros(len(metrics.tensors), dtype=np.int64)
-    return metrics.tensors.filter(pl.Series(sum((counts[source] for source in select_quantized(counts)), none) > 0))
+    counts, none = metrics.count_rows_by_value("scale_source"), np.zeros(len(metrics.tensors), dtype=np.int64)
+    return metrics.tensors.filter(pl.Series(sum((counts[source] for source in select_quantized_sources(counts)), none) > 0))
 
 
-def _changed(metrics: Metrics) -> RecipeChange | None:
-    names = [name for name in metrics.unique("recipe") if name is not None]
+def _changed(metrics: MetricsTable) -> RecipeChange | None:
+    names = [name for name in metrics.list_distinct_values("recipe") if name is not None]
     last, changed, first = np.full(len(metrics.tensors), -1), dict[int, tuple[int, int]](), None
-    for rows in metrics.scan(["recipe"]) if len(names) > 1 else ():
+    for rows in metrics.read_rows_in_batches(["recipe"]) if len(names) > 1 else ():
         known = rows.drop_nulls("recipe")
         codes = known["recipe"].replace_strict(names, range(len(names)), return_dtype=pl.Int64).to_numpy()
         tensors = known["tensor"].to_numpy()
-        for step, here in find_stretches(known["step"].to_numpy()):
+        for step, here in split_into_constant_stretches(known["step"].to_numpy()):
             these, now = tensors[here], codes[here]
             moved = np.flatnonzero((last[these] >= 0) & (last[these] != now))
             if first is None and len(moved):
@@ -94,7 +94,7 @@ def _changed(metrics: Metrics) -> RecipeChange | None:
     return RecipeChange(layer, role, step, names[code], names[before], True, keys, alike)
 
 
-def _differs(run: Metrics, baseline: Metrics) -> RecipeChange | None:
+def _differs(run: MetricsTable, baseline: MetricsTable) -> RecipeChange | None:
     """Return the quantized operands with a constant recipe that differs from the baseline.
 
     Return None if no operands or most operands differ.
@@ -107,16 +107,16 @@ def _differs(run: Metrics, baseline: Metrics) -> RecipeChange | None:
     if differ.is_empty() or len(differ) > thresholds.MOST * len(both):
         return None
     first = differ.row(0, named=True)
-    step = run.select_keys(differ.head(1)).frame(["recipe"]).drop_nulls("recipe")["step"].min()
+    step = run.select_tensors_by_key(differ.head(1)).read_all_rows(["recipe"]).drop_nulls("recipe")["step"].min()
     assert isinstance(step, int)
     layer, role, now, before = (first[name] for name in (*_KEY, "recipe", "recipe_baseline"))
     alike = differ.filter((pl.col("recipe") == now) & (pl.col("recipe_baseline") == before))
     return RecipeChange(layer, role, step, now, before, False, *(tuple(t.select(_KEY).rows()) for t in (differ, alike)))
 
 
-def _constant(metrics: Metrics) -> pl.DataFrame:
+def _constant(metrics: MetricsTable) -> pl.DataFrame:
     """Return layer, role and recipe of operands with a constant recipe."""
-    counts = {name: of_each for name, of_each in metrics.counts("recipe").items() if name is not None}
+    counts = {name: of_each for name, of_each in metrics.count_rows_by_value("recipe").items() if name is not None}
     none = np.zeros((1, len(metrics.tensors)), dtype=bool)
     has = np.stack([of_each > 0 for of_each in counts.values()]) if counts else none
     recipes = pl.Series(list(counts) or [None], dtype=pl.String).gather(has.argmax(axis=0))

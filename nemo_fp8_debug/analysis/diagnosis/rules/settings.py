@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
-from ...runs.settings import list_differences
-from ..facts import Facts, Records, define_fact
+from ...runs.settings import list_setting_differences
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
-from ..rule import rule
+from ..rule import register_rule
 
 Fingerprint = Mapping[str, Any]
 
@@ -341,12 +341,12 @@ class Fingerprints(NamedTuple):
 
 
 @define_fact
-def fingerprints(records: Records) -> Fingerprints:
+def fingerprints(records: DiagnosedRecords) -> Fingerprints:
     """Return the settings in the records."""
     return Fingerprints(records.run.fingerprint, None if records.baseline is None else records.baseline.fingerprint)
 
 
-@rule("settings", ("software",), (fingerprints,))
+@register_rule("settings", ("software",), (fingerprints,))
 def find_settings(facts: Facts) -> Iterator[Finding]:
     """Name known bugs of the versions in use, FP8 options without effect, and risky features that are off in the baseline.
 
@@ -372,7 +372,7 @@ def find_settings(facts: Facts) -> Iterator[Finding]:
         evidence = f"{', '.join(new)}: {where}"
         yield Finding("features", "software", "hint", evidence, advice="Switch it off and run again.")
     if baseline is not None:
-        both = list_differences(baseline, run).drop_nulls()
+        both = list_setting_differences(baseline, run).drop_nulls()
         rows = [row for row in both.iter_rows(named=True) if row["setting"].startswith("versions.")]
         told = [f"{row['setting'].removeprefix('versions.')} {row['baseline']} -> {row['run']}" for row in rows]
         if told:

@@ -12,17 +12,17 @@ import numpy as np
 import polars as pl
 
 from ....core.keys import GRADIENTS, SHOWN_AS, Key
-from ....core.layer_names import name_aggregate
+from ....core.layer_names import find_expert_aggregate
 from ....core.text import format_number
 from ....numerics.limits import MADE_UP
 from ... import thresholds
 from ...runs.blocks import map_grid_slices, map_tensor_chunks
-from ...runs.grid import Floats, Grid, Ints
-from ...runs.metrics import Metrics
+from ...runs.grid import Floats, Ints, MetricGrid
+from ...runs.metrics import MetricsTable
 from ...runs.source import Bools
-from ..facts import Facts, Records, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding, advise_on_producer
-from ..rule import rule
+from ..rule import register_rule
 
 #: largest number of layers that a sentence lists
 _LISTED = 6
@@ -44,7 +44,7 @@ class ZeroTensor:
 
 
 @define_fact
-def zero_tensors(records: Records) -> list[ZeroTensor]:
+def zero_tensors(records: DiagnosedRecords) -> list[ZeroTensor]:
     """Return tensors that are zero in the run but not in the baseline, in the order of the record.
 
     Gradients count even if they are zero from the start. X and W count only if they had nonzero values, in the run or in the
@@ -61,7 +61,7 @@ def zero_tensors(records: Records) -> list[ZeroTensor]:
     ]
 
 
-@rule("zeros", ("dead",), (zero_tensors,), needs_no_baseline=True)
+@register_rule("zeros", ("dead",), (zero_tensors,), needs_no_baseline=True)
 def find_zeros(facts: Facts) -> Iterator[Finding]:
     """Name tensors that become zero at the same time. Each role and sample gives one finding.
 
@@ -73,7 +73,7 @@ def find_zeros(facts: Facts) -> Iterator[Finding]:
     # A forward pass comes before its backward pass.
     for (since, role), zeros in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] in GRADIENTS)):
         rows = facts.tensors.filter(role=role)["layer"].to_list()
-        layers = [layer for layer in rows if name_aggregate(layer) is None]
+        layers = [layer for layer in rows if find_expert_aggregate(layer) is None]
         # The backward pass begins at the last layer, and a zero gradient spreads from there to the earlier layers.
         first = zeros[-1] if role in GRADIENTS else zeros[0]
         # A diverging loss gives at least one layer a nonzero gradient.
@@ -120,7 +120,7 @@ class ValueJump:
 
 
 @define_fact
-def value_jumps(records: Records) -> list[ValueJump]:
+def value_jumps(records: DiagnosedRecords) -> list[ValueJump]:
     """Return the jumps of X and W, the earliest first, then in the order of the record.
 
     Leave out tensors whose values jump in the baseline too.
@@ -131,7 +131,7 @@ def value_jumps(records: Records) -> list[ValueJump]:
     return sorted((each for each in found if (each.layer, each.role) not in known), key=lambda each: each.since)
 
 
-@rule("value jump", ("value_jump",), (value_jumps,), needs_no_baseline=True)
+@register_rule("value jump", ("value_jump",), (value_jumps,), needs_no_baseline=True)
 def find_jumps(facts: Facts) -> Iterator[Finding]:
     """Name the first tensor whose values jump to another size for good.
 
@@ -155,27 +155,27 @@ def find_jumps(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _find_jumps(metrics: Metrics) -> list[ValueJump]:
-    metrics = metrics.with_role("input", "weight")
+def _find_jumps(metrics: MetricsTable) -> list[ValueJump]:
+    metrics = metrics.select_roles("input", "weight")
     if metrics.is_empty() or metrics.tensors.is_empty():
         return []
     # A few tokens may reach a single expert, so its values change from step to step.
-    of_expert = pl.col("layer").map_elements(lambda layer: name_aggregate(layer) is not None, pl.Boolean)
-    metrics = metrics.select_keeping_steps(metrics.tensors.filter(~of_expert))
+    of_expert = pl.col("layer").map_elements(lambda layer: find_expert_aggregate(layer) is not None, pl.Boolean)
+    metrics = metrics.select_tensors_at_all_steps(metrics.tensors.filter(~of_expert))
     if metrics.tensors.is_empty():
         return []
     of_blocks = map_tensor_chunks(partial(map_grid_slices, _jumps_of), metrics, together=[("amax", "outlier_log2")])
     return [each for of_block in of_blocks for of_part in of_block for each in of_part]
 
 
-def _jumps_of(grid: Grid) -> list[ValueJump]:
+def _jumps_of(grid: MetricGrid) -> list[ValueJump]:
     with np.errstate(divide="ignore", invalid="ignore"):
-        amax = np.log2(grid.metric("amax"))[:, MADE_UP:]
+        amax = np.log2(grid.read_metric("amax"))[:, MADE_UP:]
     amax[~np.isfinite(amax)] = np.nan
     if amax.shape[1] < thresholds.FEW + thresholds.IN_A_ROW:
         return []
     # An outlier moves only the amax, so the median must move too.
-    median = amax - grid.metric("outlier_log2")[:, MADE_UP:]
+    median = amax - grid.read_metric("outlier_log2")[:, MADE_UP:]
     up, down = (np.minimum(_lasting_rise(sign * amax), _lasting_rise(sign * median)) for sign in (1.0, -1.0))
     found, steps = list[ValueJump](), grid.steps[MADE_UP + thresholds.FEW :]
     for i in np.flatnonzero((np.fmax(up, down) > thresholds.VALUES_JUMP).any(axis=1)).tolist():
@@ -200,16 +200,16 @@ def _lasting_rise(levels: Floats) -> Floats:
 # Zeros ------------------------------------------------------------------------------------------------------------------
 
 
-def is_zero(grid: Grid) -> Bools:
+def find_all_zero_samples(grid: MetricGrid) -> Bools:
     """For each tensor and sample, return True if the tensor was sampled and all its values are zero, [T, S]."""
-    zero: Bools = (grid.metric("amax") == 0) & ~(grid.metric("nonfinite") > 0)
+    zero: Bools = (grid.read_metric("amax") == 0) & ~(grid.read_metric("nonfinite") > 0)
     return zero
 
 
-def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
+def _find(metrics: MetricsTable) -> dict[Key, tuple[int, bool, bool]]:
     # A single expert may get no tokens, but all experts of a layer together always get tokens.
-    of_expert = pl.col("layer").map_elements(lambda layer: name_aggregate(layer) is not None, pl.Boolean)
-    metrics = metrics.select_keeping_steps(metrics.tensors.filter(~of_expert))
+    of_expert = pl.col("layer").map_elements(lambda layer: find_expert_aggregate(layer) is not None, pl.Boolean)
+    metrics = metrics.select_tensors_at_all_steps(metrics.tensors.filter(~of_expert))
     if metrics.is_empty() or metrics.tensors.is_empty():
         return {}
     of_blocks = map_tensor_chunks(partial(map_grid_slices, _zero_samples), metrics, together=[("amax", "n", "nonfinite")])
@@ -217,10 +217,10 @@ def _find(metrics: Metrics) -> dict[Key, tuple[int, bool, bool]]:
     return {key: zeros for key, zeros in each.items() if zeros is not None}
 
 
-def _zero_samples(grid: Grid) -> list[tuple[Key, tuple[Ints, Bools]]]:
+def _zero_samples(grid: MetricGrid) -> list[tuple[Key, tuple[Ints, Bools]]]:
     """For each tensor that is zero in some sample, return its sampled steps, and whether it is zero at each."""
-    zero = is_zero(grid) & ~(grid.metric("n") == 0)
-    known = ~np.isnan(grid.metric("amax")) | (grid.metric("nonfinite") > 0)
+    zero = find_all_zero_samples(grid) & ~(grid.read_metric("n") == 0)
+    known = ~np.isnan(grid.read_metric("amax")) | (grid.read_metric("nonfinite") > 0)
     keys = list(grid.tensors.iter_rows())
     return [(keys[i], (grid.steps[known[i]], zero[i][known[i]])) for i in np.flatnonzero(zero.any(axis=1)).tolist()]
 

@@ -12,16 +12,16 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import polars as pl
 
-from ....core.layer_names import name_aggregate
+from ....core.layer_names import find_expert_aggregate
 from ....core.text import format_number
 from ... import thresholds
-from ...comparison.drift import read_depth
-from ...runs.grid import Floats, Ints, find_stretches
-from ...runs.metrics import Metrics
+from ...comparison.drift import parse_layer_index
+from ...runs.grid import Floats, Ints, split_into_constant_stretches
+from ...runs.metrics import MetricsTable
 from ...runs.run import Run
-from ..facts import Facts, Records, define_fact
+from ..facts import DiagnosedRecords, Facts, define_fact
 from ..finding import Finding
-from ..rule import rule
+from ..rule import register_rule
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ class Level(NamedTuple):
 ROOT_MEAN_SQUARE = Level(["mse", "relative_error"], 0.5 * pl.col("mse").log() - pl.col("relative_error").log())
 
 
-def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats], Result]) -> tuple[Ints, list[Result]]:
+def moves_of_levels(operands: MetricsTable, level: Level, together: Callable[[Floats], Result]) -> tuple[Ints, list[Result]]:
     """Return the steps with a known level, and the result of `together` for the changes from each of these steps to the
     next.
 
@@ -48,13 +48,13 @@ def moves_of_levels(operands: Metrics, level: Level, together: Callable[[Floats]
     Example:
         >>> rows = {"layer": "fc1", "role": "input", "step": [0, 5, 10], "relative_error": 0.5, "mse": [1.0, 4.0, 4.0]}
         >>> steps, moves = moves_of_levels(
-        ...     Metrics.from_rows(pl.DataFrame(rows)), ROOT_MEAN_SQUARE, lambda moves: round(float(moves[0]), 2)
+        ...     MetricsTable.from_rows(pl.DataFrame(rows)), ROOT_MEAN_SQUARE, lambda moves: round(float(moves[0]), 2)
         ... )
         >>> steps.tolist(), moves
         ([0, 5, 10], [0.69, 0.0])
     """
     before, steps, moves = None, list[int](), list[Result]()
-    for stretch in operands.over_steps(partial(_of_stretch, level, together)):
+    for stretch in operands.map_step_ranges(partial(_of_stretch, level, together)):
         if stretch.steps and before is not None:
             moves.append(together(stretch.first - before))
         steps += stretch.steps
@@ -73,14 +73,14 @@ class _Stretch(Generic[Result]):
     last: Floats
 
 
-def _of_stretch(level: Level, together: Callable[[Floats], Result], operands: Metrics) -> _Stretch[Result]:
+def _of_stretch(level: Level, together: Callable[[Floats], Result], operands: MetricsTable) -> _Stretch[Result]:
     unknown = np.full(len(operands.tensors), np.nan)
     first, before, steps, moves = unknown, unknown, list[int](), list[Result]()
-    for rows in operands.scan(level.columns):
+    for rows in operands.read_rows_in_batches(level.columns):
         known = rows.filter(*(pl.col(name) > 0 for name in level.columns)).sort("step", maintain_order=True)
         of_rows = known.select("tensor", level=level.log.cast(pl.Float64))
         tensor, levels = of_rows["tensor"].to_numpy(), of_rows["level"].to_numpy()
-        for step, here in find_stretches(known["step"].to_numpy()):
+        for step, here in split_into_constant_stretches(known["step"].to_numpy()):
             now = unknown.copy()
             now[tensor[here]] = levels[here]
             moves += [together(now - before)] if steps else []
@@ -112,7 +112,7 @@ class Decays(NamedTuple):
 
 
 @define_fact
-def weight_decays(records: Records) -> Decays:
+def weight_decays(records: DiagnosedRecords) -> Decays:
     """Return the weight decay between consecutive samples: the decrease of the log of the root mean square, divided by the
     sum of the learning rates.
     """
@@ -123,7 +123,7 @@ def weight_decays(records: Records) -> Decays:
     return Decays(steps, most, [each for each in shrunk if each[0] not in dict(theirs)], usual)
 
 
-@rule("weight decay", ("weight_decay", "shrinking_weight"), (weight_decays,), event="weights")
+@register_rule("weight decay", ("weight_decay", "shrinking_weight"), (weight_decays,), event="weights")
 def find_decay(facts: Facts) -> Iterator[Finding]:
     """Name the weights of most layers, or of one layer, if they shrink faster than usual weight decays explain.
 
@@ -151,7 +151,7 @@ def find_decay(facts: Facts) -> Iterator[Finding]:
 
 
 def _decays(run: Run) -> tuple[Ints, Floats, list[tuple[str, int]]]:
-    weights = run.metrics.with_role("weight")
+    weights = run.metrics.select_roles("weight")
     steps, found = moves_of_levels(weights, ROOT_MEAN_SQUARE, _fall_of_most)
     falls = np.array([of_most for of_most, _ in found])
     if len(steps) < 2:
@@ -160,7 +160,9 @@ def _decays(run: Run) -> tuple[Ints, Floats, list[tuple[str, int]]]:
     with np.errstate(invalid="ignore", divide="ignore"):
         decays = np.nan_to_num(falls / rates, nan=-np.inf, posinf=-np.inf)
     names = weights.tensors["layer"].to_list()
-    shrunk = [(names[i], at) for i, at in _find_shrunk([fast for _, fast in found], rates) if not name_aggregate(names[i])]
+    shrunk = [
+        (names[i], at) for i, at in _find_shrunk([fast for _, fast in found], rates) if not find_expert_aggregate(names[i])
+    ]
     return steps[1:], decays, shrunk
 
 
@@ -223,21 +225,25 @@ class StillWeights(NamedTuple):
 
 
 @define_fact
-def still_weights(records: Records) -> StillWeights:
+def still_weights(records: DiagnosedRecords) -> StillWeights:
     """Return layers and weights that do not change in the run but change in its baseline."""
     run, baseline = records.run, records.baseline
     usual = {} if baseline is None else _find_stopped(baseline)
     stopped = tuple(layer for name, layer in _find_stopped(run).items() if name not in usual)
     if baseline is None:
         return StillWeights(stopped, (), 0)
-    mine = run.metrics.with_role("weight")
+    mine = run.metrics.select_roles("weight")
     both = mine.tensors.join(baseline.metrics.tensors, on=["layer", "role"], how="semi", maintain_order="left")
-    constant = _find_constant(mine.select_keys(both))
-    moving = _find_constant(baseline.metrics.select_keys(both.filter(pl.col("layer").is_in(constant)))) if constant else []
+    constant = _find_constant(mine.select_tensors_by_key(both))
+    moving = (
+        _find_constant(baseline.metrics.select_tensors_by_key(both.filter(pl.col("layer").is_in(constant))))
+        if constant
+        else []
+    )
     return StillWeights(stopped, tuple(layer for layer in constant if layer not in moving), len(both))
 
 
-@rule("frozen weights", ("frozen_weights",), (still_weights,), event="weights")
+@register_rule("frozen weights", ("frozen_weights",), (still_weights,), event="weights")
 def find_still_weights(facts: Facts) -> Iterator[Finding]:
     """Name a layer in which weights have stopped changing, and weights that never change.
 
@@ -269,7 +275,7 @@ def find_still_weights(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _find_constant(weights: Metrics) -> list[str]:
+def _find_constant(weights: MetricsTable) -> list[str]:
     """Return the weights that have at least four samples, and the same range, outliers and kurtosis in all samples."""
     weights = _without_codes(weights)
     if len(weights.steps) < thresholds.LASTING or weights.tensors.is_empty():
@@ -277,7 +283,7 @@ def _find_constant(weights: Metrics) -> list[str]:
     # Few weights are constant at the end of a run. Only for these weights, earlier samples are read too.
     at_the_end = _count_values(weights.select_samples(np.arange(len(weights.steps))[-thresholds.LASTING :]))
     moved = weights.tensors[at_the_end.filter(pl.col("values") > 1)["tensor"]]
-    weights = weights.select_keeping_steps(
+    weights = weights.select_tensors_at_all_steps(
         weights.tensors.join(moved, on=["layer", "role"], how="anti", maintain_order="left")
     )
     if weights.tensors.is_empty():
@@ -286,7 +292,7 @@ def _find_constant(weights: Metrics) -> list[str]:
     return weights.tensors["layer"].gather(same["tensor"].sort()).to_list()
 
 
-def _count_values(weights: Metrics) -> pl.DataFrame:
+def _count_values(weights: MetricsTable) -> pl.DataFrame:
     """For each tensor, return the number of different combinations of range, outliers and kurtosis, and the number of
     samples.
     """
@@ -302,9 +308,9 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
 
     A single expert may get no tokens, so single experts do not count.
     """
-    weights = _without_codes(run.metrics.with_role("weight"))
+    weights = _without_codes(run.metrics.select_roles("weight"))
     blocks = _blocks(weights.tensors["layer"].to_list())
-    weights = weights.select_keeping_steps(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
+    weights = weights.select_tensors_at_all_steps(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
     if len(weights.steps) <= thresholds.LASTING or not blocks:
         return {}
     # Weights rarely stop changing, so usually only the last samples are read.
@@ -314,7 +320,7 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
     if not candidates or len(candidates) > len(set(blocks.values())) / 2:
         return {}
     layers = [layer for of in candidates.values() for layer in of]
-    before = weights.select_keeping_steps(still.filter(pl.col("layer").is_in(layers)))
+    before = weights.select_tensors_at_all_steps(still.filter(pl.col("layer").is_in(layers)))
     standing = _measure_standing(before)
     moved = {
         layer: int(since)
@@ -328,9 +334,9 @@ def _find_stopped(run: Run) -> dict[str, StillLayer]:
     }
 
 
-def _without_codes(weights: Metrics) -> Metrics:
+def _without_codes(weights: MetricsTable) -> MetricsTable:
     """Return the weights that are not stored as quantized codes, because most optimizer steps do not change such codes."""
-    sources = weights.unique("scale_source")
+    sources = weights.list_distinct_values("scale_source")
     kept = [source for source in sources if source is not None and source != "stored"]
     return weights.filter_rows("scale_source", kept) if "stored" in sources else weights
 
@@ -347,8 +353,8 @@ def _blocks(layers: Sequence[str]) -> dict[str, str]:
     """Return for each GEMM the layer that contains it: the common prefix of all names with the same layer number."""
     of_depth: dict[int, list[str]] = defaultdict(list)
     for layer in layers:
-        depth = read_depth(layer)
-        if depth is not None and not name_aggregate(layer):
+        depth = parse_layer_index(layer)
+        if depth is not None and not find_expert_aggregate(layer):
             of_depth[depth].append(layer)
     return {layer: _shared_name(of) for of in of_depth.values() for layer in of}
 
@@ -359,7 +365,7 @@ def _shared_name(layers: Sequence[str]) -> str:
 
 
 @dataclass
-class Standing:
+class ConstantRangeState:
     """The step from which the range of each of T weights is constant; all fields have shape [T]."""
 
     #: log2 of the range at the weight's first and last sample; NaN without samples
@@ -371,7 +377,7 @@ class Standing:
     moves: Ints
 
     @classmethod
-    def make_unsampled(cls, tensors: int) -> Standing:
+    def make_unsampled(cls, tensors: int) -> ConstantRangeState:
         """Return the state of weights without a sample."""
         none = np.zeros(tensors, dtype=np.int64)
         return cls(np.full(tensors, np.nan), np.full(tensors, np.nan), none, none.copy(), none.copy())
@@ -387,12 +393,12 @@ class Standing:
         self.moves += moved
         self.first, self.last = np.where(new, of_range, self.first), np.where(there, of_range, self.last)
 
-    def __add__(self, later: Standing) -> Standing:
+    def __add__(self, later: ConstantRangeState) -> ConstantRangeState:
         """Return the state after these samples and the samples of `later`."""
         there = np.isfinite(later.last)
         moved = np.abs(later.first - self.last) > thresholds.RANGE_MOVES
         goes_on = np.isfinite(self.last) & ~moved & (later.moves == 0)
-        return Standing(
+        return ConstantRangeState(
             np.where(np.isfinite(self.first), self.first, later.first),
             np.where(there, later.last, self.last),
             np.where(there & ~goes_on, later.since, self.since),
@@ -401,19 +407,19 @@ class Standing:
         )
 
 
-def _measure_standing(weights: Metrics) -> Standing:
-    found = Standing.make_unsampled(len(weights.tensors))
-    for stretch in weights.over_steps(partial(_measure_stretch)):
+def _measure_standing(weights: MetricsTable) -> ConstantRangeState:
+    found = ConstantRangeState.make_unsampled(len(weights.tensors))
+    for stretch in weights.map_step_ranges(partial(_measure_stretch)):
         found += stretch
     return found
 
 
-def _measure_stretch(weights: Metrics) -> Standing:
-    found = Standing.make_unsampled(len(weights.tensors))
-    for rows in weights.scan([_RANGE]):
+def _measure_stretch(weights: MetricsTable) -> ConstantRangeState:
+    found = ConstantRangeState.make_unsampled(len(weights.tensors))
+    for rows in weights.read_rows_in_batches([_RANGE]):
         ordered = rows.sort("step", maintain_order=True)
         tensor, value = ordered["tensor"].to_numpy(), ordered[_RANGE].cast(pl.Float64).to_numpy()
-        for step, here in find_stretches(ordered["step"].to_numpy()):
+        for step, here in split_into_constant_stretches(ordered["step"].to_numpy()):
             of_range = np.full(len(weights.tensors), np.nan)
             of_range[tensor[here]] = value[here]
             found.add(step, of_range)

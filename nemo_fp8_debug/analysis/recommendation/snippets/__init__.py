@@ -28,12 +28,12 @@ def _made(found: Recommendation) -> tuple[list[Snippet], list[str]]:
     made: list[Snippet | None] = []
     reasons: list[str] = []
     if MEGATRON in engines:
-        made += [megatron.make_module_recipes(found), megatron.make_global_options(found)]
+        made += [megatron.make_module_recipes_snippet(found), megatron.make_global_options_snippet(found)]
     if TRANSFORMER_ENGINE in engines:
-        files, reasons = te_quantizers.make_quantizers(found, MEGATRON in engines)
+        files, reasons = te_quantizers.make_quantizer_snippets(found, MEGATRON in engines)
         made += files
     if TORCHAO in engines:
-        files, more = torchao.make_configuration(found)
+        files, more = torchao.make_torchao_snippet(found)
         made, reasons = [*made, *files], [*reasons, *more]
     return [snippet for snippet in made if snippet], reasons
 

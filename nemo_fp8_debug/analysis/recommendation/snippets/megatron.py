@@ -18,10 +18,10 @@ import yaml
 from ....numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ....numerics.recipe import BF16_RECIPE, Recipe, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from ...comparison.compare import select_quantized
+from ...comparison.compare import select_quantized_operands
 from ..options import STAY, resolve_recipe_cast
-from ..recommend import BF16Ends, Recommendation, TensorFix, find_block
-from .snippet import Snippet, comment_lines, find_common_recipe, find_module
+from ..recommend import BF16EndBlocks, Recommendation, TensorFix, find_decoder_block_index
+from .snippet import Snippet, comment_lines, find_common_recipe, name_module_of_gemm
 
 NAME, OPTIONS = "megatron_modules.yaml", "transformer_config.yaml"
 #: Megatron's names of recipes for single modules, in order of cost, without delayed scaling
@@ -38,11 +38,11 @@ _HOW_OPTIONS = (
 )
 
 
-def make_module_recipes(found: Recommendation) -> Snippet | None:
+def make_module_recipes_snippet(found: Recommendation) -> Snippet | None:
     """Return the file with recipes of modules, or None if nothing changes."""
     by_pattern: dict[str, list[TensorFix]] = {}
-    for finding in found.to_change:
-        by_pattern.setdefault(local_name(find_module(finding.layer), found), []).append(finding)
+    for finding in found.fixes_to_apply:
+        by_pattern.setdefault(name_module_on_its_rank(name_module_of_gemm(finding.layer), found), []).append(finding)
     if not by_pattern:
         return None
     configs: dict[str, Any] = {}
@@ -54,10 +54,10 @@ def make_module_recipes(found: Recommendation) -> Snippet | None:
         configs[name] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": _recipe(recipe)}
         matchers[pattern] = {"type": "glob", "enabled": True, "pattern": pattern, "config": name}
         coarser += [_coarser(finding, recipe, name) for finding in findings]
-    if count_stages(found) > 1:
+    if count_pipeline_stages(found) > 1:
         coarser.append(
-            f"Each of {count_stages(found)} parts of the pipeline numbers its blocks from 0, and Megatron matches these "
-            "names. So this changes the same blocks in every part. We assume that all parts have equally many blocks."
+            f"Each of {count_pipeline_stages(found)} parts of the pipeline numbers its blocks from 0, and Megatron matches "
+            "these names. So this changes the same blocks in every part. We assume that all parts have equally many blocks."
         )
     content = yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
     return Snippet(NAME, "recipes of modules, Megatron", comment_lines(_HOW, *coarser) + content, tuple(coarser))
@@ -70,38 +70,39 @@ def _recipe(recipe: Recipe) -> dict[str, str]:
 
 
 def _coarser(finding: TensorFix, recipe: Recipe, name: str) -> str:
-    chosen = finding.chosen
+    chosen = finding.chosen_option
     if chosen.recipe == BF16_RECIPE.name:
-        return f"{finding.name}: BF16 applies to all three GEMMs of the module, not only for the two that read this operand."
-    if resolve_recipe_cast(chosen.parsed, finding.role) == resolve_recipe_cast(recipe, finding.role):
-        return f"{finding.name}: {name} applies to all operands of the module."
-    return f"{finding.name}: a module cannot have {chosen.recipe}; it has {name} instead, for all of its operands."
+        tensor = finding.tensor_name
+        return f"{tensor}: BF16 applies to all three GEMMs of the module, not only for the two that read this operand."
+    if resolve_recipe_cast(chosen.parsed_recipe, finding.role) == resolve_recipe_cast(recipe, finding.role):
+        return f"{finding.tensor_name}: {name} applies to all operands of the module."
+    return f"{finding.tensor_name}: a module cannot have {chosen.recipe}; it has {name} instead, for all of its operands."
 
 
-def count_stages(found: Recommendation) -> int:
+def count_pipeline_stages(found: Recommendation) -> int:
     """Count the parts of a pipeline. Each part numbers its blocks from 0."""
     host = found.run.fingerprint.get("backend_options", {})
     return (host.get("pipeline_model_parallel_size") or 1) * (host.get("virtual_pipeline_model_parallel_size") or 1)
 
 
-def local_name(module: str, found: Recommendation) -> str:
+def name_module_on_its_rank(module: str, found: Recommendation) -> str:
     """Return a module's name on its rank. The names differ because each part of a pipeline numbers its blocks from 0."""
     number = re.match(r"decoder\.layers\.(\d+)\.", module)
-    if count_stages(found) == 1 or not number:
+    if count_pipeline_stages(found) == 1 or not number:
         return module
     blocks = found.run.fingerprint["backend_options"].get("num_layers") or 0
-    return f"decoder.layers.{int(number[1]) % max(1, blocks // count_stages(found))}.{module[number.end() :]}"
+    return f"decoder.layers.{int(number[1]) % max(1, blocks // count_pipeline_stages(found))}.{module[number.end() :]}"
 
 
 # --- options of the whole run -------------------------------------------------------------------------------------------
 
 
-def make_global_options(found: Recommendation) -> Snippet | None:
+def make_global_options_snippet(found: Recommendation) -> Snippet | None:
     """Return the file with options of the whole run, or None if nothing changes."""
-    if not found.to_change:
+    if not found.fixes_to_apply:
         return None
-    inside = [f for f in found.to_change if not _at_an_end(f, found.ends)]
-    solved = [f for f in inside if f.chosen.recipe != BF16_RECIPE.name]
+    inside = [f for f in found.fixes_to_apply if not _at_an_end(f, found.ends)]
+    solved = [f for f in inside if f.chosen_option.recipe != BF16_RECIPE.name]
     recipe = find_common_recipe(solved, _menu(solved, found.ends)) if solved else None
     unsolved = [f for f in inside if recipe is None or f not in solved]
     values, coarser = _options(recipe, found, unsolved)
@@ -119,25 +120,25 @@ def flags_of(values: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _at_an_end(finding: TensorFix, ends: BF16Ends | None) -> bool:
-    block = find_block(finding.layer)
+def _at_an_end(finding: TensorFix, ends: BF16EndBlocks | None) -> bool:
+    block = find_decoder_block_index(finding.layer)
     return ends is not None and block is not None and (block < ends.start or block >= ends.blocks - ends.end)
 
 
 def _in_use(found: Recommendation) -> Recipe | None:
     """Return the recipe of most operands, or None if Megatron has no options for this recipe."""
-    metrics = select_quantized(found.run.metrics)
+    metrics = select_quantized_operands(found.run.metrics)
     counts = metrics.reduce_rows(["recipe"], lambda rows: rows.group_by("recipe", maintain_order=True).agg(pl.sum("count")))
     names = counts.sort("count", descending=True, maintain_order=True)
     recipe = find_recipe(names["recipe"][0])
     return recipe if recipe and _can_be_said(recipe) else None
 
 
-def _menu(findings: list[TensorFix], ends: BF16Ends | None) -> list[Recipe]:
+def _menu(findings: list[TensorFix], ends: BF16EndBlocks | None) -> list[Recipe]:
     """Return the recipes from the options of all findings that Megatron supports, each with the formats `hybrid` and
     `e4m3`.
     """
-    recipes = [option.parsed for finding in findings for option in finding.options if option.kind != STAY]
+    recipes = [option.parsed_recipe for finding in findings for option in finding.options if option.kind != STAY]
     both = [Recipe(r.scaling, fmt) for r in recipes for fmt in ("hybrid", "e4m3") if fmt in r.scaling.formats]
     refused = DelayedScaling if ends else ()
     return [recipe for recipe in dict.fromkeys(both) if _can_be_said(recipe) and not isinstance(recipe.scaling, refused)]
@@ -153,7 +154,8 @@ def _options(recipe: Recipe | None, found: Recommendation, unsolved: list[Tensor
     than needed.
     """
     coarser = [
-        f"{f.name}: no option of the whole run can do this. Recipes of modules can; see the other files." for f in unsolved
+        f"{f.tensor_name}: no option of the whole run can do this. Recipes of modules can; see the other files."
+        for f in unsolved
     ]
     if recipe:
         coarser.append(f"{recipe.name} applies to all layers of the run, not only to layers that need it.")

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ....core.layer_names import name_aggregate
+from ....core.layer_names import find_expert_aggregate
 from ....numerics.recipe import Recipe
-from ..options import STAY, Option, resolve_recipe_cast
+from ..options import STAY, CastOption, resolve_recipe_cast
 from ..recommend import TensorFix
 
 
@@ -39,10 +39,10 @@ def find_common_recipe(findings: Sequence[TensorFix], recipes: Iterable[Recipe])
 def _meets(finding: TensorFix, recipe: Recipe) -> bool:
     wanted = resolve_recipe_cast(recipe, finding.role)
     others = (option for option in finding.options if option.meets and option.kind != STAY)
-    return any(resolve_recipe_cast(option.parsed, finding.role) == wanted for option in others)
+    return any(resolve_recipe_cast(option.parsed_recipe, finding.role) == wanted for option in others)
 
 
-def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option, ...]]:
+def combine_options(menus: Iterable[Sequence[CastOption]]) -> Iterator[tuple[CastOption, ...]]:
     """Yield all ways to choose one option from each menu, the cheapest first.
 
     Args:
@@ -53,9 +53,9 @@ def combine_options(menus: Iterable[Sequence[Option]]) -> Iterator[tuple[Option,
         yield tuple(option for _, option in way)
 
 
-def find_module(layer: str) -> str:
+def name_module_of_gemm(layer: str) -> str:
     """Return the module that runs a GEMM, with `*` for the number of an expert that is a separate module.
 
     A grouped module runs all experts: `mlp.experts.linear_fc1.17` -> `mlp.experts.linear_fc1`.
     """
-    return (name_aggregate(layer) or layer).removesuffix(".*")
+    return (find_expert_aggregate(layer) or layer).removesuffix(".*")

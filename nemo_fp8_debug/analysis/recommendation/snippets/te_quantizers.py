@@ -18,16 +18,16 @@ from typing import Any
 import yaml
 
 from ....core.keys import ROLES, SHOWN_AS
-from ....core.layer_names import is_aggregate
+from ....core.layer_names import is_expert_aggregate
 from ....core.scale_sources import ENGINE
 from ....numerics.block_scaling import Float8BlockScaling, MXFP8Scaling
 from ....numerics.recipe import BF16_RECIPE, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...runs.run import Run
-from ..options import STAY, Cast, Option, resolve_recipe_cast
+from ..options import STAY, Cast, CastOption, resolve_recipe_cast
 from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
-from .megatron import count_stages, local_name
-from .snippet import Snippet, combine_options, comment_lines, find_module
+from .megatron import count_pipeline_stages, name_module_on_its_rank
+from .snippet import Snippet, combine_options, comment_lines, name_module_of_gemm
 
 #: casts by role; None means high precision
 Casts = Mapping[str, Cast | None]
@@ -40,7 +40,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True)
-class Module:
+class ChangedModule:
     """A module with changed casts."""
 
     name: str
@@ -53,12 +53,12 @@ def read_casts(run: Run) -> dict[str, Casts | Unreadable]:
     """Return the last recorded casts of all modules that quantize, or why they are unreadable, for example because experts
     of a module differ.
     """
-    rows = run.metrics.last(["recipe", "format", "scale_source"])
+    rows = run.metrics.read_last_samples(["recipe", "format", "scale_source"])
     found: dict[str, dict[str, Cast | None] | Unreadable] = {}
     for layer, role, name, fmt, source in rows.iter_rows():
-        if is_aggregate(layer) or role not in ROLES:
+        if is_expert_aggregate(layer) or role not in ROLES:
             continue
-        module = find_module(layer)
+        module = name_module_of_gemm(layer)
         casts = found.setdefault(module, {})
         if isinstance(casts, Unreadable):
             continue
@@ -116,7 +116,7 @@ def spread_over_gemms(casts: Casts) -> ByGemm:
     return {(role, gemm): casts[role] for role in ROLES for gemm in READERS[role]}
 
 
-def change_module(name: str, casts: Casts, findings: Sequence[TensorFix]) -> Module:
+def change_module(name: str, casts: Casts, findings: Sequence[TensorFix]) -> ChangedModule:
     """Choose the cheapest options for a module's operands such that kernels can multiply the operands with each other.
 
     Args:
@@ -130,21 +130,21 @@ def change_module(name: str, casts: Casts, findings: Sequence[TensorFix]) -> Mod
         options = dict(zip(menus, chosen, strict=True))
         made = _apply_options(casts, options)
         if _can_be_multiplied(made):
-            return Module(name, *_without_nested_delays(name, made, _tell_differences(name, findings, options)))
+            return ChangedModule(name, *_without_nested_delays(name, made, _tell_differences(name, findings, options)))
     raise AssertionError("BF16 can always be multiplied")
 
 
-def _list_options(findings: Sequence[TensorFix]) -> list[Option]:
+def _list_options(findings: Sequence[TensorFix]) -> list[CastOption]:
     """Return the options that all findings have in common, in order of cost."""
     others = [{o.recipe for o in f.options if o.meets and o.kind != STAY} for f in findings]
     own = findings[0].options if findings else ()
     return [o for o in own if o.kind != STAY and o.meets and all(o.recipe in recipes for recipes in others)]
 
 
-def _apply_options(casts: Casts, options: Mapping[str, Option]) -> ByGemm:
+def _apply_options(casts: Casts, options: Mapping[str, CastOption]) -> ByGemm:
     made = spread_over_gemms(
         dict(casts)
-        | {role: resolve_recipe_cast(o.parsed, role) for role, o in options.items() if o.recipe != BF16_RECIPE.name}
+        | {role: resolve_recipe_cast(o.parsed_recipe, role) for role, o in options.items() if o.recipe != BF16_RECIPE.name}
     )
     left = {gemm for role, option in options.items() if option.recipe == BF16_RECIPE.name for gemm in READERS[role]}
     return {(role, gemm): None if gemm in left else cast for (role, gemm), cast in made.items()}
@@ -169,13 +169,15 @@ def _is_delayed(cast: Cast | None) -> bool:
     return cast is not None and isinstance(cast[0], DelayedScaling)
 
 
-def _tell_differences(name: str, findings: Sequence[TensorFix], options: Mapping[str, Option]) -> tuple[str, ...]:
+def _tell_differences(name: str, findings: Sequence[TensorFix], options: Mapping[str, CastOption]) -> tuple[str, ...]:
     """Return sentences about operands that get a different option than in the plan."""
     said = {}
     for finding in findings:
         option = options[finding.role]
-        if option.recipe != finding.chosen.recipe:
-            said[finding.name] = f"no kernel takes {finding.chosen.recipe} with the other operand, so it has {option.recipe}"
+        if option.recipe != finding.chosen_option.recipe:
+            said[finding.tensor_name] = (
+                f"no kernel takes {finding.chosen_option.recipe} with the other operand, so it has {option.recipe}"
+            )
         elif finding.layer != name:
             said[f"{SHOWN_AS[finding.role]} of {name}"] = "all experts of the group are cast alike"
     return tuple(f"{key}: {sentence}." for key, sentence in said.items())
@@ -348,11 +350,11 @@ _HOW_MODULES = (
 )
 
 
-def make_quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet], list[str]]:
+def make_quantizer_snippets(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet], list[str]]:
     """Return the files, or the reasons why they are not written. If nothing changes, return neither."""
     by_module: dict[str, list[TensorFix]] = {}
-    for finding in found.to_change:
-        by_module.setdefault(find_module(finding.layer), []).append(finding)
+    for finding in found.fixes_to_apply:
+        by_module.setdefault(name_module_of_gemm(finding.layer), []).append(finding)
     if not by_module:
         return [], []
     recorded = read_casts(found.run)
@@ -365,7 +367,7 @@ def make_quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Sni
     paragraphs = (*_HOW, *_NOT_IN_RECORD[_no_history(known) :], *coarser)
     text = comment_lines(*paragraphs) + PROLOGUE + _tables(found, known, changed)
     snippets = [Snippet(NAME, "quantizers of single operands, Transformer Engine", text, tuple(coarser))]
-    if for_megatron and count_stages(found) == 1:
+    if for_megatron and count_pipeline_stages(found) == 1:
         snippets.append(_modules(found, changed, tuple(_older(found, "megatron-core", MEGATRON_NEEDS, MODULES))))
     return snippets, []
 
@@ -404,7 +406,7 @@ def _no_history(known: Mapping[str, Casts]) -> bool:
     return not any(cast is not None and isinstance(cast[0], DelayedScaling) for cast in casts)
 
 
-def _tables(found: Recommendation, known: Mapping[str, Casts], changed: Iterable[Module]) -> str:
+def _tables(found: Recommendation, known: Mapping[str, Casts], changed: Iterable[ChangedModule]) -> str:
     usual = find_usual_casts(known.values())
     by_name = {module.name: module.casts for module in changed}
     others = {
@@ -458,12 +460,12 @@ def _call(cast: Cast | None, role: str) -> str:
     return f"mxfp8({fmt!r}, {rule.square_weights and role == 'weight'})"
 
 
-def _modules(found: Recommendation, changed: Iterable[Module], coarser: tuple[str, ...]) -> Snippet:
+def _modules(found: Recommendation, changed: Iterable[ChangedModule], coarser: tuple[str, ...]) -> Snippet:
     configs, matchers = {}, {}
     for i, module in enumerate(changed):
         recipe = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": f"te_quantizers.module_{i}"}
         configs[f"module_{i}"] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
-        pattern = local_name(module.name, found)
+        pattern = name_module_on_its_rank(module.name, found)
         matchers[pattern] = {"type": "glob", "enabled": True, "pattern": pattern, "config": f"module_{i}"}
     content = yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
     return Snippet(

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ....core.keys import SHOWN_AS
-from ....core.layer_names import compile_patterns
+from ....core.layer_names import compile_layer_patterns
 from ....numerics.recipe import BF16_RECIPE
-from ..options import STAY, UNDO, Option
+from ..options import STAY, UNDO, CastOption
 from ..recommend import OPERANDS, READERS, Recommendation, TensorFix
 from .snippet import Snippet, combine_options, comment_lines
 
@@ -74,16 +74,16 @@ def _name(path):
 '''
 
 
-def make_configuration(found: Recommendation) -> tuple[list[Snippet], list[str]]:
+def make_torchao_snippet(found: Recommendation) -> tuple[list[Snippet], list[str]]:
     """Return the file, or the reason why it is not written. If nothing changes, return neither."""
-    if not found.to_change:
+    if not found.fixes_to_apply:
         return [], []
     recorded = found.run.fingerprint.get("torchao", {}).get("configurations")
     entries = [(entry["config"], list(entry["layers"])) for entry in recorded] if isinstance(recorded, list) else []
     by_layer = {layer: i for i, (_, layers) in enumerate(entries) for layer in layers}
     findings: dict[str, list[TensorFix]] = {}
-    for finding in found.to_change:
-        matches = compile_patterns([finding.layer])
+    for finding in found.fixes_to_apply:
+        matches = compile_layer_patterns([finding.layer])
         layers = [finding.layer] if finding.layer in by_layer else [layer for layer in by_layer if matches(layer)]
         if not layers:
             return [], [f"{NAME} is not written: the record has no configuration of a Float8Linear {finding.layer}."]
@@ -112,22 +112,22 @@ def _changed(
     raise AssertionError("BF16 can always be multiplied")
 
 
-def _menu(finding: TensorFix) -> list[Option]:
+def _menu(finding: TensorFix) -> list[CastOption]:
     return [option for option in finding.options if option.meets and _can_be_said(option, finding.options[0])]
 
 
-def _can_be_said(option: Option, stay: Option) -> bool:
+def _can_be_said(option: CastOption, stay: CastOption) -> bool:
     if option.kind == UNDO and option.recipe != BF16_RECIPE.name:
-        return option.parsed.scaling == stay.parsed.scaling
+        return option.parsed_recipe.scaling == stay.parsed_recipe.scaling
     return option.kind in (UNDO, "format", "bf16")
 
 
-def _applied(config: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
+def _applied(config: Mapping[str, Any], options: Mapping[str, CastOption]) -> dict[str, Any]:
     made = copy.deepcopy(dict(config))
     for role, option in options.items():
         for product in READERS[role]:
             if option.recipe != BF16_RECIPE.name:
-                made[_FIELDS[role, product]]["target_dtype"] = _DTYPES[option.parsed.format_of(role).name]
+                made[_FIELDS[role, product]]["target_dtype"] = _DTYPES[option.parsed_recipe.get_format(role).name]
                 continue
             for operand in OPERANDS[product]:
                 made[_FIELDS[operand, product]] |= {"scaling_type": "DISABLED", "scaling_granularity": "TENSORWISE"}
@@ -144,10 +144,11 @@ def _can_be_multiplied(config: Mapping[str, Any]) -> bool:
     return not any(all((role, product) in wide for role in pair) for product, pair in OPERANDS.items())
 
 
-def _coarser(findings: Sequence[TensorFix], options: Sequence[Option]) -> Iterator[str]:
+def _coarser(findings: Sequence[TensorFix], options: Sequence[CastOption]) -> Iterator[str]:
     for finding, option in zip(findings, options, strict=True):
-        if option.recipe != finding.chosen.recipe and finding.chosen.kind != STAY:
-            yield f"{finding.name}: torchao has no {finding.chosen.recipe} here; it has {option.recipe} instead."
+        chosen = finding.chosen_option
+        if option.recipe != chosen.recipe and chosen.kind != STAY:
+            yield f"{finding.tensor_name}: torchao has no {chosen.recipe} here; it has {option.recipe} instead."
 
 
 def _without_gather(layer: str, config: dict[str, Any], coarser: list[str]) -> tuple[dict[str, Any] | None, list[str]]:

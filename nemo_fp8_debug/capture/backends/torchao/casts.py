@@ -21,24 +21,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....numerics.block_scaling import BlockRule, MXFP8Scaling, RowwiseScaling
+from ....numerics.block_scaling import BlockScalingRule, MXFP8Scaling, RowwiseScaling
 from ....numerics.formats import FORMATS, FloatFormat
 from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import TORCHAO_EPSILON, CurrentScaling
 from ...tensors import is_dtensor
-from ..base import ScaleInUse, UnknownCast, make_unquantized_cast, read_raw_weight
+from ..base import CastInUse, UnknownCastError, make_unquantized_cast, read_raw_weight
 from .layers import (
     FLOAT8_LINEAR,
     MXFP8_LINEAR,
     NVFP4_LINEAR,
     check_attributes,
-    find_class,
+    find_class_path,
     find_replaced_forward,
     name_layer_class,
 )
-from .nvfp4 import nvfp4_cast
+from .nvfp4 import find_nvfp4_cast
 from .trial import find_cast_difference
-from .weights import find_gathered_in_fp8, is_torchao
+from .weights import find_weight_gathered_in_fp8, is_torchao_tensor
 
 #: field of the configuration, by role and product; a row of the record has the first product's cast
 CASTS: Mapping[str, Mapping[str, str]] = {
@@ -64,20 +64,20 @@ _FORMATS = {torch.float8_e4m3fn: FORMATS["e4m3"], torch.float8_e5m2: FORMATS["e5
 MXFP8_OPTIONS = frozenset(("kernel_preference", "scale_calculation_mode", "wgrad_with_hp"))
 
 
-def find_cast(module: nn.Module, role: str) -> ScaleInUse:
+def find_cast(module: nn.Module, role: str) -> CastInUse:
     """Return how `module` casts `role` in the call that has just returned.
 
     Raises:
-        UnknownCast: the class, a field of the configuration, or a value is not supported. The message names the cause.
+        UnknownCastError: the class, a field of the configuration, or a value is not supported. The message names the cause.
     """
     kind, weight = name_layer_class(module), read_raw_weight(module)
     if kind not in _READERS:
-        what = f"weight is a {find_class(weight)}" if is_torchao(weight) else f"module is a {kind}"
-        raise UnknownCast(f"its {what}, which is not supported")
+        what = f"weight is a {find_class_path(weight)}" if is_torchao_tensor(weight) else f"module is a {kind}"
+        raise UnknownCastError(f"its {what}, which is not supported")
     if why := find_replaced_forward(module):
-        raise UnknownCast(f"forward of its {kind} was replaced by {why}")
+        raise UnknownCastError(f"forward of its {kind} was replaced by {why}")
     if is_dtensor(weight):
-        raise UnknownCast("its weight is split by tensor parallelism, and torchao reduces its amax over ranks")
+        raise UnknownCastError("its weight is split by tensor parallelism, and torchao reduces its amax over ranks")
     return _READERS[kind](module, role)
 
 
@@ -87,14 +87,14 @@ def is_cast_in_forward(module: Any) -> bool:
     return getattr(kind, "name", None) != "DISABLED"
 
 
-def _float8_cast(module: Any, role: str) -> ScaleInUse:
+def _float8_cast(module: Any, role: str) -> CastInUse:
     config = module.config
     _check_fields(config, "Float8LinearConfig", "config")
     for field in ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight"):
         _check_fields(getattr(config, field), "Float8GemmConfig", field)
     products = {product: _cast_by(config, field, role) for product, field in CASTS[role].items()}
     own, *_ = products.values()
-    gathered = find_gathered_in_fp8(module)
+    gathered = find_weight_gathered_in_fp8(module)
     if role == "weight" and gathered is not None:
         return _gathered_cast(gathered, config)
     if own is None:
@@ -102,7 +102,7 @@ def _float8_cast(module: Any, role: str) -> ScaleInUse:
     return replace(own, products={product: cast for product, cast in products.items() if cast != own})
 
 
-def _cast_by(config: Any, field: str, role: str) -> ScaleInUse | None:
+def _cast_by(config: Any, field: str, role: str) -> CastInUse | None:
     """Return the cast that one field of a configuration sets, or None for high precision."""
     cast = getattr(config, field)
     _check_fields(cast, "CastConfig", field)
@@ -113,65 +113,65 @@ def _cast_by(config: Any, field: str, role: str) -> ScaleInUse | None:
     if kind == "DISABLED":
         return None
     if cast.target_dtype not in _FORMATS:
-        raise UnknownCast(f"unsupported value in its Float8LinearConfig: {field}.target_dtype={cast.target_dtype}")
+        raise UnknownCastError(f"unsupported value in its Float8LinearConfig: {field}.target_dtype={cast.target_dtype}")
     rounds = config.round_scales_to_power_of_2
     if not isinstance(rounds, bool):
-        raise UnknownCast(f"unsupported value in its Float8LinearConfig: round_scales_to_power_of_2={rounds!r}")
+        raise UnknownCastError(f"unsupported value in its Float8LinearConfig: round_scales_to_power_of_2={rounds!r}")
     rule = RowwiseScaling(rounds) if granularity == "AXISWISE" else CurrentScaling(TORCHAO_EPSILON, rounds, rounds)
     return _tried(rule, _FORMATS[cast.target_dtype], config)
 
 
-def _gathered_cast(weight: Any, config: Any) -> ScaleInUse:
+def _gathered_cast(weight: Any, config: Any) -> CastInUse:
     """Return the cast of a weight that was gathered as codes with one scale. This cast applies to both products."""
     fmt = _FORMATS.get(weight._data.dtype)
     if fmt is None or weight._scale.numel() != 1:
-        raise UnknownCast(f"it was gathered as {weight._data.dtype} with {weight._scale.numel()} scales")
+        raise UnknownCastError(f"it was gathered as {weight._data.dtype} with {weight._scale.numel()} scales")
     use = _named(CurrentScaling(TORCHAO_EPSILON), fmt, config)
     return replace(use, scale=weight._scale.detach().reshape(()).clone())
 
 
-def _tried(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat, config: Any) -> ScaleInUse:
+def _tried(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat, config: Any) -> CastInUse:
     if why := find_cast_difference(rule, fmt):
-        raise UnknownCast(f"unsupported torchao version: its casts differ from release 0.18 ({why})")
+        raise UnknownCastError(f"unsupported torchao version: its casts differ from release 0.18 ({why})")
     return _named(rule, fmt, config)
 
 
-def _named(rule: CurrentScaling | BlockRule, fmt: FloatFormat, config: Any) -> ScaleInUse:
+def _named(rule: CurrentScaling | BlockScalingRule, fmt: FloatFormat, config: Any) -> CastInUse:
     """Return a cast. Its recipe is named "hybrid" if the whole configuration is hybrid."""
     targets = [getattr(config, next(iter(of_role.values()))).target_dtype for of_role in CASTS.values()]
     hybrid = targets == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
-    return ScaleInUse(rule, fmt, Recipe(rule, "hybrid" if hybrid else fmt.name), "engine")
+    return CastInUse(rule, fmt, Recipe(rule, "hybrid" if hybrid else fmt.name), "engine")
 
 
-def _mxfp8_cast(module: Any, role: str) -> ScaleInUse:
+def _mxfp8_cast(module: Any, role: str) -> CastInUse:
     check_attributes(module, MXFP8_OPTIONS)
     _choice(module.kernel_preference, "KernelPreference", ("EMULATED",), "kernel_preference")
     _choice(module.scale_calculation_mode, "ScaleCalculationMode", ("RCEIL",), "scale_calculation_mode")
     rule = MXFP8Scaling(by_logarithm=True)
-    use = ScaleInUse(rule, FORMATS["e4m3"], Recipe(rule, "e4m3"), "engine")
+    use = CastInUse(rule, FORMATS["e4m3"], Recipe(rule, "e4m3"), "engine")
     return replace(use, products={"wgrad": None}) if module.wgrad_with_hp and role != "weight" else use
 
 
-_READERS: Mapping[str, Callable[[Any, str], ScaleInUse]] = {
+_READERS: Mapping[str, Callable[[Any, str], CastInUse]] = {
     FLOAT8_LINEAR: _float8_cast,
     MXFP8_LINEAR: _mxfp8_cast,
-    NVFP4_LINEAR: nvfp4_cast,
+    NVFP4_LINEAR: find_nvfp4_cast,
 }
 
 
 def _check_fields(config: Any, name: str, field: str) -> None:
-    """Raise UnknownCast unless every field of a configuration is supported, and its class is from torchao."""
-    if find_class(config) != f"torchao.float8.config.{name}":
-        raise UnknownCast(f"its {field} is a {find_class(config)}, which is not supported")
+    """Raise UnknownCastError unless every field of a configuration is supported, and its class is from torchao."""
+    if find_class_path(config) != f"torchao.float8.config.{name}":
+        raise UnknownCastError(f"its {field} is a {find_class_path(config)}, which is not supported")
     if strange := sorted((vars(config).keys() | type(config).__dataclass_fields__.keys()) - KNOWN[name]):
-        raise UnknownCast(f"its {name} has an unsupported field {strange[0]!r}")
+        raise UnknownCastError(f"its {name} has an unsupported field {strange[0]!r}")
 
 
 def _choice(value: Any, enum: str, known: tuple[str, ...], field: str) -> str:
     """Return the name of an enum's value if it is supported."""
     name = getattr(value, "name", None)
     if type(value).__name__ != enum or name not in known:
-        raise UnknownCast(f"unsupported value {field}={value}")
+        raise UnknownCastError(f"unsupported value {field}={value}")
     return str(name)
 
 

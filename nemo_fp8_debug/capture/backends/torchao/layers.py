@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base import UnknownCast
+from ..base import UnknownCastError
 
 FLOAT8_LINEAR = "torchao.float8.float8_linear.Float8Linear"
 MXFP8_LINEAR = "torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear"
@@ -39,7 +39,7 @@ _OF_OTHERS = frozenset(
 _REDISTRIBUTES = "torchtitan.protocols.module.Module.parallelize.<locals>.forward_with_redistribution"
 
 
-def find_class(x: Any) -> str:
+def find_class_path(x: Any) -> str:
     """Return the class of an object as `package.module.Class`."""
     return _name(type(x))
 
@@ -90,11 +90,11 @@ def check_attributes(module: nn.Module, options: frozenset[str]) -> None:
     """Check that every attribute of a layer is supported: an attribute of Linear, FSDP2, torchtitan, or one in `options`.
 
     Raises:
-        UnknownCast: an attribute is not supported. The message names this attribute.
+        UnknownCastError: an attribute is not supported. The message names this attribute.
     """
     if strange := sorted(vars(module).keys() - options - _attributes_of_linear() - _OF_OTHERS):
         name = name_layer_class(module).rpartition(".")[2]
-        raise UnknownCast(f"its {name} has an unsupported attribute {strange[0]!r}")
+        raise UnknownCastError(f"its {name} has an unsupported attribute {strange[0]!r}")
 
 
 @functools.cache
@@ -113,7 +113,10 @@ def list_configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[s
     found: dict[str, dict[str, Any]] = {}
     for name, module in modules:
         config = getattr(module, "config", None)
-        if name_layer_class(module) == FLOAT8_LINEAR and find_class(config) == "torchao.float8.config.Float8LinearConfig":
+        if (
+            name_layer_class(module) == FLOAT8_LINEAR
+            and find_class_path(config) == "torchao.float8.config.Float8LinearConfig"
+        ):
             found.setdefault(repr(config), {"config": _plain(config), "layers": []})["layers"].append(name)
     return list(found.values())
 

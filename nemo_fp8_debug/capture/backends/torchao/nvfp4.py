@@ -18,7 +18,7 @@ from typing import Any
 from ....numerics.formats import E2M1
 from ....numerics.nvfp4_scaling import TorchaoNVFP4Scaling
 from ....numerics.recipe import Recipe
-from ..base import ScaleInUse, UnknownCast
+from ..base import CastInUse, UnknownCastError
 from .layers import check_attributes
 
 #: supported releases of torchao
@@ -28,25 +28,25 @@ OPTIONS = frozenset(("kernel_preference", "process_group", "world_size", "tensor
 BUFFERS = frozenset(("_sr_seed", "_rht_sign_vector"))
 
 
-def nvfp4_cast(module: Any, role: str) -> ScaleInUse:
+def find_nvfp4_cast(module: Any, role: str) -> CastInUse:
     """Return the cast of X in fprop, or of W.
 
     Raises:
-        UnknownCast: `role` is dY, or a part of the module is not supported.
+        UnknownCastError: `role` is dY, or a part of the module is not supported.
     """
     version = str(getattr(sys.modules.get("torchao"), "__version__", ""))
     if ".".join(version.split(".")[:2]) not in RELEASES:
-        raise UnknownCast(f"the NVFP4Linear of torchao {version} is not supported")
+        raise UnknownCastError(f"the NVFP4Linear of torchao {version} is not supported")
     check_attributes(module, OPTIONS)
     if strange := sorted(module._buffers.keys() - BUFFERS):
-        raise UnknownCast(f"its NVFP4Linear has an unsupported buffer {strange[0]!r}")
+        raise UnknownCastError(f"its NVFP4Linear has an unsupported buffer {strange[0]!r}")
     if getattr(module.kernel_preference, "name", None) != "TRITON":
-        raise UnknownCast(f"unsupported value in its NVFP4Linear: kernel_preference={module.kernel_preference}")
+        raise UnknownCastError(f"unsupported value in its NVFP4Linear: kernel_preference={module.kernel_preference}")
     if module.process_group is not None:
-        raise UnknownCast("its NVFP4Linear is split by tensor parallelism, and reduces its amax over ranks")
+        raise UnknownCastError("its NVFP4Linear is split by tensor parallelism, and reduces its amax over ranks")
     if role == "grad_output":
-        raise UnknownCast("its NVFP4Linear rounds dY stochastically, so its codes cannot be determined")
+        raise UnknownCastError("its NVFP4Linear rounds dY stochastically, so its codes cannot be determined")
     rule = TorchaoNVFP4Scaling()
-    use = ScaleInUse(rule, E2M1, Recipe(rule), "engine")
+    use = CastInUse(rule, E2M1, Recipe(rule), "engine")
     # The copy of X for wgrad is transformed before its cast, and we do not measure it.
-    return ScaleInUse(use.scale, use.format, use.recipe, use.source, {"wgrad": None}) if role == "input" else use
+    return CastInUse(use.scale, use.format, use.recipe, use.source, {"wgrad": None}) if role == "input" else use

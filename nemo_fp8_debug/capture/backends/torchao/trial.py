@@ -75,5 +75,5 @@ def _cast_here(
     if isinstance(rule, RowwiseScaling):
         found = rule.quantize(x, "input", fmt)
         return found.scales.stored, found.codes
-    scale = rule.scale(compute_amax(x), fmt.max)
+    scale = rule.compute_scale(compute_amax(x), fmt.max)
     return scale, saturating_cast(x.float() * scale, fmt)

@@ -10,52 +10,52 @@ from torch import nn
 
 from ...tensors import is_dtensor
 from ..base import read_raw_weight
-from .layers import find_class
+from .layers import find_class_path
 
 _GATHERED = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
 _TO_GATHER = "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor"
 
 
-def is_torchao(x: Any) -> bool:
+def is_torchao_tensor(x: Any) -> bool:
     """Return True if a tensor, or this rank's part of it, is of a torchao class, which stores its values elsewhere."""
     return type(getattr(x, "_local_tensor", x)).__module__.partition(".")[0] == "torchao"
 
 
-def require_uncast(x: torch.Tensor) -> torch.Tensor:
+def require_uncast_tensor(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself if it is not cast yet.
 
     Raises:
         TypeError: the tensor is already cast, as under torchao's tensor parallelism.
     """
-    if is_torchao(x):
-        kind = find_class(getattr(x, "_local_tensor", x))
+    if is_torchao_tensor(x):
+        kind = find_class_path(getattr(x, "_local_tensor", x))
         raise TypeError(f"it arrives as a {kind} without the values before the cast, so its error cannot be measured")
     return x
 
 
-def find_gathered_in_fp8(module: nn.Module) -> Any:
+def find_weight_gathered_in_fp8(module: nn.Module) -> Any:
     """Return the weight that FSDP2 has gathered as codes and a scale, or None if FSDP2 gathered no codes."""
     weight = read_raw_weight(module)
-    return weight if find_class(weight) == _GATHERED else None
+    return weight if find_class_path(weight) == _GATHERED else None
 
 
-def weight_in_high_precision(module: nn.Module) -> torch.Tensor | None:
+def find_high_precision_weight(module: nn.Module) -> torch.Tensor | None:
     """Return W before its cast. If FSDP2 gathers codes, return this rank's part of W, as a DTensor.
 
     Raises:
         TypeError: the values are not available.
     """
     weight = read_raw_weight(module)
-    if find_gathered_in_fp8(module) is not None:
+    if find_weight_gathered_in_fp8(module) is not None:
         weight = _kept_by_fsdp(module)
-    return _plain(weight) if is_torchao(weight) else weight
+    return _plain(weight) if is_torchao_tensor(weight) else weight
 
 
 def _plain(weight: Any) -> torch.Tensor:
     """Return a weight that will be cast when gathered, without the tensor class that does the cast."""
     part = getattr(weight, "_local_tensor", weight)
-    if find_class(part) != _TO_GATHER:
-        raise TypeError(f"it is stored as a {find_class(part)}, which is not supported")
+    if find_class_path(part) != _TO_GATHER:
+        raise TypeError(f"it is stored as a {find_class_path(part)}, which is not supported")
     values: torch.Tensor = part._tensor.detach()
     if not is_dtensor(weight):
         return values

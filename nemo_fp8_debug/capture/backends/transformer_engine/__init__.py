@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base import Backend, find_foreign_forward
-from ..megatron import configured_recipe
+from ..base import FrameworkBackend, explain_unsupported_forward
+from ..megatron import read_configured_recipe
 from . import grouped, layernorm_mlp, linear
-from .casts import find_call_node, read_call_facts, shares_amax, splits_accumulator
+from .casts import find_call_node, may_share_amax, read_cache_and_autocast_state, uses_split_accumulator
 from .environment import explain_unsupported_release
 from .stored import read_stored_weight
 
@@ -41,7 +41,7 @@ def _is(*names: str) -> Callable[[nn.Module], bool]:
 
 
 def _foreign(*names: str) -> Callable[[nn.Module], str]:
-    return lambda module: find_foreign_forward(module, _classes(*names), _READ_FORWARDS)
+    return lambda module: explain_unsupported_forward(module, _classes(*names), _READ_FORWARDS)
 
 
 def _output(out: Any) -> torch.Tensor:
@@ -49,61 +49,61 @@ def _output(out: Any) -> torch.Tensor:
     return result
 
 
-LINEAR = Backend(
+LINEAR = FrameworkBackend(
     name="Transformer Engine Linear and LayerNormLinear",
     owns=_is("Linear", "LayerNormLinear"),
-    input=linear.operand_x,
-    weight=linear.operand_w,
+    input=linear.find_operand_x,
+    weight=linear.find_operand_w,
     output=_output,
-    unseen=linear.unseen,
+    unseen=linear.list_unobserved_roles,
     stored=lambda module, part: read_stored_weight(module),
-    cast=linear.cast,
-    arguments=read_call_facts,
-    shares_amax=shares_amax,
+    cast=linear.defer_operand_cast,
+    arguments=read_cache_and_autocast_state,
+    shares_amax=may_share_amax,
     node=find_call_node,
     foreign=_foreign("Linear", "LayerNormLinear"),
     untold=explain_unsupported_release,
-    splits_accumulator=splits_accumulator,
+    splits_accumulator=uses_split_accumulator,
     has_own_fp8=True,
     takes_plans=True,
-    recipe=configured_recipe,
+    recipe=read_configured_recipe,
 )
-LAYERNORM_MLP = Backend(
+LAYERNORM_MLP = FrameworkBackend(
     name="Transformer Engine LayerNormMLP",
     owns=_is("LayerNormMLP"),
-    input=layernorm_mlp.operand_x,
-    weight=layernorm_mlp.operand_w,
+    input=layernorm_mlp.find_operand_x,
+    weight=layernorm_mlp.find_operand_w,
     output=_output,
     parts=lambda module: ("fc1", "fc2"),
-    unseen=layernorm_mlp.unseen,
+    unseen=layernorm_mlp.list_unobserved_roles,
     stored=lambda module, part: read_stored_weight(module, f"{part}_weight"),
-    cast=layernorm_mlp.cast,
-    arguments=read_call_facts,
-    shares_amax=shares_amax,
+    cast=layernorm_mlp.defer_operand_cast,
+    arguments=read_cache_and_autocast_state,
+    shares_amax=may_share_amax,
     node=find_call_node,
     foreign=_foreign("LayerNormMLP"),
     untold=explain_unsupported_release,
-    splits_accumulator=splits_accumulator,
+    splits_accumulator=uses_split_accumulator,
     has_own_fp8=True,
     takes_plans=True,
-    recipe=configured_recipe,
+    recipe=read_configured_recipe,
 )
-GROUPED = Backend(
+GROUPED = FrameworkBackend(
     name="Transformer Engine GroupedLinear",
     owns=_is("GroupedLinear"),
-    input=grouped.operand_x,
-    weight=grouped.operand_w,
+    input=grouped.find_operand_x,
+    weight=grouped.find_operand_w,
     output=_output,
-    parts=grouped.parts,
-    grad=grouped.operand_dy,
-    unseen=grouped.unseen,
+    parts=grouped.list_expert_parts,
+    grad=grouped.find_operand_dy,
+    unseen=grouped.list_unobserved_roles,
     stored=lambda module, part: read_stored_weight(module, f"weight{part}"),
-    cast=grouped.cast,
-    arguments=partial(read_call_facts, place=2),
+    cast=grouped.defer_operand_cast,
+    arguments=partial(read_cache_and_autocast_state, place=2),
     foreign=_foreign("GroupedLinear"),
     untold=explain_unsupported_release,
-    splits_accumulator=splits_accumulator,
+    splits_accumulator=uses_split_accumulator,
     has_own_fp8=True,
     takes_plans=True,
-    recipe=configured_recipe,
+    recipe=read_configured_recipe,
 )

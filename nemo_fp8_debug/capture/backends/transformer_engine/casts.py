@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from ....numerics.block_scaling import BlockRule
+from ....numerics.block_scaling import BlockScalingRule
 from ....numerics.nvfp4_scaling import SIGN_MASK, NVFP4Scaling
 from ...patching import SWITCHED
-from ..base import Args, Kwargs, ScaleInUse, UnknownCast, make_unquantized_cast, read_raw_weight
-from .environment import check_environment
-from .quantizers import make_cast, make_delayed_cast
+from ..base import Args, CastInUse, Kwargs, UnknownCastError, make_unquantized_cast, read_raw_weight
+from .environment import check_environment_variables
+from .quantizers import make_delayed_cast, make_quantizer_cast
 
 #: GEMM that uses the column-wise copy as its operand, by role
 PRODUCT = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
@@ -37,13 +37,13 @@ PRODUCT = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
 _OTHERS = {"input": "fprop", "weight": "fprop", "grad_output": "dgrad"}
 
 
-def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
+def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
     """Return how `quantizer` casts operand `role`. Include the column-wise copy if it is known and has other values.
 
     Raises:
-        UnknownCast: the quantizer of the row-wise copy is not supported.
+        UnknownCastError: the quantizer of the row-wise copy is not supported.
     """
-    use = make_cast(quantizer, te_recipe, role)
+    use = make_quantizer_cast(quantizer, te_recipe, role)
     if quantizer is None:
         return use
     copy, same = _copy(quantizer, use, te_recipe, role)
@@ -54,31 +54,31 @@ def cast_with_copy(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     return replace(use, columnwise=copy, products={**use.products, PRODUCT[role]: copy if _is_sampled(copy) else None})
 
 
-def without_copy(use: ScaleInUse, role: str) -> ScaleInUse:
+def without_copy(use: CastInUse, role: str) -> CastInUse:
     """Return the cast for a call whose backward does not use the column-wise copy."""
     return replace(use, columnwise=None, products={**use.products, PRODUCT[role]: None})
 
 
-def _is_sampled(use: ScaleInUse | None) -> bool:
+def _is_sampled(use: CastInUse | None) -> bool:
     """Return True if rows of an operand with this cast suffice to compute the error of outputs."""
     rule = use and use.scale
     return use is not None and not (isinstance(rule, NVFP4Scaling) and (rule.stochastic or rule.hadamard))
 
 
-def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[ScaleInUse | None, bool]:
+def _copy(quantizer: Any, use: CastInUse, te_recipe: Any, role: str) -> tuple[CastInUse | None, bool]:
     """Return the cast of the column-wise copy, if quantized and known, and whether both copies have the same values."""
     if type(quantizer).__name__ == "HybridQuantizer":
         if quantizer.columnwise_source != "original":
             return None, False
         try:
-            other = make_cast(quantizer.columnwise_quantizer, te_recipe, role)
-        except UnknownCast:
+            other = make_quantizer_cast(quantizer.columnwise_quantizer, te_recipe, role)
+        except UnknownCastError:
             return None, False
         copy, same = _copy(quantizer.columnwise_quantizer, other, te_recipe, role)
         if same:
             return (None, True) if other == use else (other if _is_quantized(other) else None, False)
         return copy, False
-    if not _is_quantized(use) or not isinstance(use.scale, BlockRule):
+    if not _is_quantized(use) or not isinstance(use.scale, BlockScalingRule):
         return None, True
     rule = use.scale
     if getattr(quantizer, "with_rht", False):
@@ -93,12 +93,12 @@ def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[S
     return replace(use, scale=rule, recipe=replace(use.recipe, scaling=rule)), False
 
 
-def _is_square(rule: BlockRule, role: str) -> bool:
-    high, wide = rule.block(role)
+def _is_square(rule: BlockScalingRule, role: str) -> bool:
+    high, wide = rule.get_block_shape(role)
     return high == wide and not (isinstance(rule, NVFP4Scaling) and rule.stochastic)
 
 
-def _is_quantized(use: ScaleInUse) -> bool:
+def _is_quantized(use: CastInUse) -> bool:
     return use.source in ("engine", "expected")
 
 
@@ -121,38 +121,38 @@ class QuantizerSlot:
 
 def defer_cast_lookup(
     module: Any, role: str, held: QuantizerSlot, out: torch.Tensor, known: Kwargs
-) -> Callable[[], ScaleInUse]:
+) -> Callable[[], CastInUse]:
     """Return a function that determines the cast of `role` in the call with output `out`. For dY, call it in the backward.
 
     Args:
-        known: facts that `read_call_facts` returned before the call.
+        known: facts that `read_cache_and_autocast_state` returned before the call.
 
     Raises:
-        UnknownCast: the cast is unknown. The returned function may also raise this.
+        UnknownCastError: the cast is unknown. The returned function may also raise this.
     """
-    check_environment(module, role)
+    check_environment_variables(module, role)
     call = find_backward_state(out)
     if role != "grad_output":
         return lambda: _not_moved(_forward_cast(module, role, held, call), known)
     # Do not keep the node alive, because it would be freed late, with all tensors saved for the backward.
     if call is None or not hasattr(call, "fp8"):
-        raise UnknownCast("the autograd node of its call is not supported")
+        raise UnknownCastError("the autograd node of its call is not supported")
     if not getattr(call, "debug", False) and (not call.fp8 or getattr(call, "backward_override", None) is not None):
         return lambda: make_unquantized_cast(role)
     te_recipe, quantizer = module.fp8_meta.get("recipe"), _quantizer_of(module, role, held, call)
     return lambda: quantizer(te_recipe)
 
 
-def _not_moved(use: ScaleInUse, known: Kwargs) -> ScaleInUse:
+def _not_moved(use: CastInUse, known: Kwargs) -> CastInUse:
     """Return `use` if its scale, which was read after the call, is still the scale that the call has used.
 
     When the outermost autocast ends, it updates the scale.
 
     Raises:
-        UnknownCast: the outermost autocast has ended, or may have ended.
+        UnknownCastError: the outermost autocast has ended, or may have ended.
     """
     if use.source == "engine" and isinstance(use.scale, torch.Tensor) and not known.get("autocasts"):
-        raise UnknownCast(
+        raise UnknownCastError(
             "no autocast was seen around its call, and an autocast inside would already have updated its scale"
         )
     return use
@@ -166,25 +166,23 @@ def autocast_depth() -> int | None:
     return next((getattr(state, name) for name in names if hasattr(state, name)), None)
 
 
-def _forward_cast(module: Any, role: str, held: QuantizerSlot, call: Any) -> ScaleInUse:
+def _forward_cast(module: Any, role: str, held: QuantizerSlot, call: Any) -> CastInUse:
     debug = getattr(call, "debug", False) if call is not None else getattr(module, "debug_enabled_in_this_iteration", False)
     if not hasattr(module, "fp8"):
-        raise UnknownCast("its module does not show whether it runs in FP8")
+        raise UnknownCastError("its module does not show whether it runs in FP8")
     if not module.fp8 and not debug:
         return make_unquantized_cast(role)
     return _quantizer_of(module, role, held, call, debug)(module.fp8_meta.get("recipe"))
 
 
-def _quantizer_of(
-    module: Any, role: str, held: QuantizerSlot, call: Any, debug: bool = False
-) -> Callable[[Any], ScaleInUse]:
+def _quantizer_of(module: Any, role: str, held: QuantizerSlot, call: Any, debug: bool = False) -> Callable[[Any], CastInUse]:
     """Return a function that receives the recipe and returns the cast, from the quantizer of the call or of the module."""
     found = getattr(call, held.name, None)
     if isinstance(found, (list, tuple)) and held.number is not None:
         found = found[held.number]
     if found is None:
         if debug:
-            raise UnknownCast("nvdlfw_inspect watches its module, and the call does not show its quantizer")
+            raise UnknownCastError("nvdlfw_inspect watches its module, and the call does not show its quantizer")
         if not hasattr(module, "quantizers"):
             scale = _state_before_quantizers(module, role).scale
             return lambda te_recipe: make_delayed_cast(scale[held.slot], te_recipe, role)
@@ -196,7 +194,7 @@ def _quantizer_of(
     return lambda te_recipe: cast_with_copy(found, te_recipe, role)
 
 
-def _alone(use: ScaleInUse, role: str) -> ScaleInUse:
+def _alone(use: CastInUse, role: str) -> CastInUse:
     return use if use.columnwise is None else without_copy(use, role)
 
 
@@ -213,7 +211,7 @@ def _multiplies_copy(module: Any, role: str, held: QuantizerSlot, call: Any) -> 
 def _state_before_quantizers(module: Any, role: str) -> Any:
     state = module.fp8_meta.get(_STATES[role])
     if type(state).__name__ != "FP8TensorMeta":
-        raise UnknownCast(f"its module has no quantizers, and its state is a {type(state).__name__}")
+        raise UnknownCastError(f"its module has no quantizers, and its state is a {type(state).__name__}")
     return state
 
 
@@ -234,7 +232,7 @@ def find_call_node(out: torch.Tensor) -> Any:
     return None
 
 
-def splits_accumulator(module: Any, product: str) -> bool:
+def uses_split_accumulator(module: Any, product: str) -> bool:
     """Return True if partial sums of the tensor cores are added up in float32 for a product, under the recipe in force.
 
     If the recipe does not set this, Transformer Engine does so in dgrad and wgrad, but not in fprop.
@@ -244,7 +242,7 @@ def splits_accumulator(module: Any, product: str) -> bool:
     return product != "fprop" if option is None else bool(option)
 
 
-def shares_amax(module: Any) -> bool:
+def may_share_amax(module: Any) -> bool:
     """Return True if ranks may share the amax of a module's calls, as they do under sequence parallelism."""
     return bool(getattr(module, "sequence_parallel", False)) and getattr(module, "tp_size", 1) > 1
 
@@ -262,7 +260,7 @@ def find_state_manager() -> Any:
     return next((getattr(sys.modules[m], "FP8GlobalStateManager", None) for m in _HOLDERS if m in sys.modules), None)
 
 
-def read_call_facts(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
+def read_cache_and_autocast_state(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
     """Return facts about a call that is about to run: whether it uses a cached weight, and how many autocasts are open.
 
     `is_first_microbatch` is True if the call casts and caches its weight, False if it uses the cached weight, and None
@@ -279,23 +277,23 @@ def read_call_facts(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> 
     return {"is_first_microbatch": first, "autocasts": autocast_depth()}
 
 
-def find_cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callable[[], ScaleInUse]) -> ScaleInUse:
+def find_cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callable[[], CastInUse]) -> CastInUse:
     """Return the cast of a weight, which may have been cached before the call.
 
     Raises:
-        UnknownCast: a call before this step cached the weight, and the weight may have changed since.
+        UnknownCastError: a call before this step cached the weight, and the weight may have changed since.
     """
     use = read()
     if use.source != "engine" or kwargs.get("is_first_microbatch") is not False:
         return use
     if getattr(read_raw_weight(module, name), "requires_grad", True):
-        raise UnknownCast("it was cast before this step and cached, and may have changed since")
+        raise UnknownCastError("it was cast before this step and cached, and may have changed since")
     scale_inv = getattr(module._fp8_workspaces.get(name), "_scale_inv", None)
-    if isinstance(use.scale, BlockRule) or scale_inv is None or scale_inv.numel() != 1:
+    if isinstance(use.scale, BlockScalingRule) or scale_inv is None or scale_inv.numel() != 1:
         return use
     return replace(use, scale=scale_inv.detach().reshape(()).reciprocal())
 
 
-def is_quantized(x: Any) -> bool:
+def is_quantized_tensor(x: Any) -> bool:
     """Return True for a tensor of Transformer Engine that is already stored in FP8 or FP4."""
     return type(x).__module__.partition(".")[0] == "transformer_engine"

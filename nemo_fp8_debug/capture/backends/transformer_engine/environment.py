@@ -12,7 +12,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from ..base import UnknownCast
+from ..base import UnknownCastError
 
 #: last supported release. We have read its sources, and compared its casts with the casts that we report
 LAST_READ = Version("2.20")
@@ -71,7 +71,7 @@ _RUNNING = """
     ALLOW_UNSAFE_PICKLE_EXTRA_STATE BWD_LAYERNORM_SM_MARGIN COMPILE_OP_SIDE_EFFECTS CPU_OFFLOAD_V1 DEBUG DEBUG_LEVEL
     DISABLE_TRITON_AUTOTUNING EXT_MARGIN_SM FP8_GEMM_HIGH_PRECISION_ACCUMULATION FWD_LAYERNORM_SM_MARGIN
     INF_LAYERNORM_SM_MARGIN NORM_BWD_USE_CUDNN NVTX_ENABLED PRINT_LAYER_NUMBER PRINT_RANK TORCH_COMPILE UNFUSED_FP8_UPDATE"""
-#: options of the norm that computes X, see `check_environment`
+#: options of the norm that computes X, see `check_environment_variables`
 _NORM = "NORM_FWD_USE_CUDNN ZERO_CENTERED_GAMMA_IN_WTYPE"
 #: variables that change no cast of a linear layer, or whose effect is visible elsewhere
 KNOWN_VARIABLES = frozenset(
@@ -81,21 +81,21 @@ KNOWN_VARIABLES = frozenset(
 NOT_MEASURED = frozenset(("NVTE_USE_FAST_MATH",))
 
 
-def check_environment(module: Any, role: str) -> None:
+def check_environment_variables(module: Any, role: str) -> None:
     """Check that no environment variable changes the known casts of a module.
 
     Raises:
-        UnknownCast: a variable may change a cast. The message names this variable.
+        UnknownCastError: a variable may change a cast. The message names this variable.
     """
     if strange := _strange_variables():
-        raise UnknownCast(f"the environment variable {strange[0]} is set, and its effect on casts is not supported")
+        raise UnknownCastError(f"the environment variable {strange[0]} is set, and its effect on casts is not supported")
     if role == "input" and hasattr(module, "layer_norm_weight"):
         for name, applies in (
             ("NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE", module.zero_centered_gamma),
             ("NVTE_NORM_FWD_USE_CUDNN", _casts_in_blocks(module)),
         ):
             if applies and os.environ.get(name, "0") not in ("0", ""):
-                raise UnknownCast(f"under the environment variable {name} its norm cannot be reproduced")
+                raise UnknownCastError(f"under the environment variable {name} its norm cannot be reproduced")
 
 
 @dataclass
@@ -122,17 +122,17 @@ def _strange_variables() -> list[str]:
     return _asked.strange
 
 
-def check_option(variable: str, asked: bool) -> None:
+def check_variable_option(variable: str, asked: bool) -> None:
     """Check that a quantizer has the option of an environment variable, if this variable is set.
 
     Args:
         asked: whether the quantizer has the option that the variable enables.
 
     Raises:
-        UnknownCast: the variable and the quantizer disagree, and it is unknown which of them the kernel follows.
+        UnknownCastError: the variable and the quantizer disagree, and it is unknown which of them the kernel follows.
     """
     if not asked and os.environ.get(variable, "0") not in ("0", ""):
-        raise UnknownCast(f"the environment variable {variable} is set, but its quantizer does not have this option")
+        raise UnknownCastError(f"the environment variable {variable} is set, but its quantizer does not have this option")
 
 
 def _casts_in_blocks(module: Any) -> bool:

@@ -7,30 +7,30 @@ from typing import Any
 
 import torch
 
-from ...tensors import view_as_multiplied
-from ..base import Args, Kwargs, ScaleInUse, UnknownCast, read_raw_weight
-from .casts import QuantizerSlot, defer_cast_lookup, find_backward_state, find_cached_weight_cast, is_quantized
-from .linear import first_argument, read_named_weight
+from ...tensors import cast_like_autocast
+from ..base import Args, CastInUse, Kwargs, UnknownCastError, read_raw_weight
+from .casts import QuantizerSlot, defer_cast_lookup, find_backward_state, find_cached_weight_cast, is_quantized_tensor
+from .linear import get_first_argument, read_uncast_weight
 from .stored import is_supported_storage, read_stored_weight
 
 
-def parts(module: Any) -> Sequence[str]:
+def list_expert_parts(module: Any) -> Sequence[str]:
     """Return the numbers of the experts as strings."""
     return [str(i) for i in range(module.num_gemms)]
 
 
-def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+def find_operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """Return the rows of X for an expert, or None if the expert has no rows."""
-    x = first_argument(args, kwargs)
-    return None if is_quantized(x) else _rows(view_as_multiplied(x), args, kwargs, part)
+    x = get_first_argument(args, kwargs)
+    return None if is_quantized_tensor(x) else _rows(cast_like_autocast(x), args, kwargs, part)
 
 
-def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return W of an expert, as `read_named_weight` does."""
-    return read_named_weight(module, f"weight{part}")
+def find_operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    """Return W of an expert, as `read_uncast_weight` does."""
+    return read_uncast_weight(module, f"weight{part}")
 
 
-def operand_dy(grad: torch.Tensor, module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+def find_operand_dy(grad: torch.Tensor, module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """Return the rows of dY for an expert, or None if the expert has no rows."""
     return _rows(grad, args, kwargs, part)
 
@@ -45,14 +45,14 @@ def _rows(x: torch.Tensor, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     return rows if len(rows) else None
 
 
-def unseen(module: Any, part: str) -> Collection[str]:
+def list_unobserved_roles(module: Any, part: str) -> Collection[str]:
     """Return the unobserved roles: "weight" if one parameter contains all experts or is stored as unsupported codes."""
     weight = read_raw_weight(module, f"weight{part}")
-    unread = is_quantized(weight) and not is_supported_storage(read_stored_weight(module, f"weight{part}"))
+    unread = is_quantized_tensor(weight) and not is_supported_storage(read_stored_weight(module, f"weight{part}"))
     return ("weight",) if weight is None or unread else ()
 
 
-def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
+def defer_operand_cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], CastInUse]:
     """Return a function that determines the cast of `role` in the call with the output `out`."""
     if role == "grad_output":
         _check_row_wise(find_backward_state(out))
@@ -66,11 +66,11 @@ def _check_row_wise(call: Any) -> None:
     """Check that a HybridQuantizer makes a row-wise copy. A quantizer makes only the copies that the call needs.
 
     Raises:
-        UnknownCast: the call makes no row-wise copy.
+        UnknownCastError: the call makes no row-wise copy.
     """
     kinds = {type(quantizer).__name__ for quantizer in getattr(call, "grad_output_quantizers", None) or ()}
     if "HybridQuantizer" in kinds and not getattr(call, "requires_dgrad", True):
-        raise UnknownCast("it has no row-wise copy, because no gradient of X is needed")
+        raise UnknownCastError("it has no row-wise copy, because no gradient of X is needed")
 
 
 def _slot(module: Any, expert: int, role: str) -> int:

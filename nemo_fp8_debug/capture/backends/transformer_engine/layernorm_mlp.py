@@ -7,36 +7,36 @@ from typing import Any
 
 import torch
 
-from ...tensors import view_as_multiplied
-from ..base import Args, Kwargs, ScaleInUse, read_raw_weight
-from .casts import QuantizerSlot, defer_cast_lookup, find_cached_weight_cast, is_quantized
-from .linear import compute_norm, first_argument, read_named_weight
+from ...tensors import cast_like_autocast
+from ..base import Args, CastInUse, Kwargs, read_raw_weight
+from .casts import QuantizerSlot, defer_cast_lookup, find_cached_weight_cast, is_quantized_tensor
+from .linear import compute_norm, get_first_argument, read_uncast_weight
 from .stored import is_supported_storage, read_stored_weight
 
 _FORWARD = {("fc1", "input"): 0, ("fc1", "weight"): 1, ("fc2", "input"): 3, ("fc2", "weight"): 4}
 
 
-def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+def find_operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """Return X of fc1. X of fc2 is not visible."""
-    x = first_argument(args, kwargs)
-    if part == "fc2" or is_quantized(x):
+    x = get_first_argument(args, kwargs)
+    if part == "fc2" or is_quantized_tensor(x):
         return None
-    return compute_norm(module, view_as_multiplied(x))
+    return compute_norm(module, cast_like_autocast(x))
 
 
-def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return W of fc1 or fc2, as `read_named_weight` does."""
-    return read_named_weight(module, f"{part}_weight")
+def find_operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    """Return W of fc1 or fc2, as `read_uncast_weight` does."""
+    return read_uncast_weight(module, f"{part}_weight")
 
 
-def unseen(module: Any, part: str) -> Collection[str]:
+def list_unobserved_roles(module: Any, part: str) -> Collection[str]:
     """Return the roles that exist only inside the module, where hooks do not see them: X of fc2 and dY of fc1."""
     hidden, weight = ["input"] if part == "fc2" else ["grad_output"], read_raw_weight(module, f"{part}_weight")
-    unread = is_quantized(weight) and not is_supported_storage(read_stored_weight(module, f"{part}_weight"))
+    unread = is_quantized_tensor(weight) and not is_supported_storage(read_stored_weight(module, f"{part}_weight"))
     return [*hidden, "weight"] if unread else hidden
 
 
-def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
+def defer_operand_cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], CastInUse]:
     """Return a function that determines the cast of `role` in the call with the output `out`."""
     slot = _fc2_grad_slot(module) if role == "grad_output" else _FORWARD[part, role]
     read = defer_cast_lookup(module, role, QuantizerSlot(f"{part}_{role}_quantizer", None, slot), out, kwargs)

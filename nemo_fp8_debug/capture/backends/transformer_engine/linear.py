@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ...tensors import view_as_multiplied
-from ..base import Args, Kwargs, ScaleInUse, read_raw_weight
-from .casts import QuantizerSlot, defer_cast_lookup, find_active_recipe, find_cached_weight_cast, is_quantized
+from ...tensors import cast_like_autocast
+from ..base import Args, CastInUse, Kwargs, read_raw_weight
+from .casts import QuantizerSlot, defer_cast_lookup, find_active_recipe, find_cached_weight_cast, is_quantized_tensor
 from .stored import is_supported_storage, read_stored_weight
 
 _HELD = {
@@ -19,41 +19,43 @@ _HELD = {
 }
 
 
-def first_argument(args: Args, kwargs: Kwargs) -> Any:
+def get_first_argument(args: Args, kwargs: Kwargs) -> Any:
     """Return the first argument of a module's forward."""
     return args[0] if args else next(kwargs[name] for name in ("inp", "x") if name in kwargs)
 
 
-def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+def find_operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """Return X, or None if X arrives in FP8."""
-    x = first_argument(args, kwargs)
-    if is_quantized(x):
+    x = get_first_argument(args, kwargs)
+    if is_quantized_tensor(x):
         return None
-    x = view_as_multiplied(x)
+    x = cast_like_autocast(x)
     return compute_norm(module, x) if hasattr(module, "layer_norm_weight") else x
 
 
-def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
-    """Return W, as `read_named_weight` does."""
-    return read_named_weight(module)
+def find_operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    """Return W, as `read_uncast_weight` does."""
+    return read_uncast_weight(module)
 
 
-def read_named_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
+def read_uncast_weight(module: Any, name: str = "weight") -> torch.Tensor | None:
     """Return W before its cast. If the module runs in high precision, return W in the dtype that the GEMM multiplies."""
     weight = read_raw_weight(module, name)
-    if weight is None or is_quantized(weight):
+    if weight is None or is_quantized_tensor(weight):
         return None
-    return weight if find_active_recipe(module) is not None else view_as_multiplied(weight)
+    return weight if find_active_recipe(module) is not None else cast_like_autocast(weight)
 
 
-def unseen(module: Any, part: str) -> Collection[str]:
+def list_unobserved_roles(module: Any, part: str) -> Collection[str]:
     """Return the roles that hooks cannot observe: "weight" if it is stored as unsupported codes."""
     return (
-        ("weight",) if is_quantized(read_raw_weight(module)) and not is_supported_storage(read_stored_weight(module)) else ()
+        ("weight",)
+        if is_quantized_tensor(read_raw_weight(module)) and not is_supported_storage(read_stored_weight(module))
+        else ()
     )
 
 
-def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
+def defer_operand_cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], CastInUse]:
     """Return a function that determines the cast of `role` in the call with the output `out`."""
     read = defer_cast_lookup(module, role, _HELD[role], out, kwargs)
     return (lambda: find_cached_weight_cast(module, kwargs, "weight", read)) if role == "weight" else read

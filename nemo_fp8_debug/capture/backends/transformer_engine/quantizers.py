@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import torch
 
-from ....numerics.block_scaling import BlockRule, Float8BlockScaling, MXFP8Scaling
+from ....numerics.block_scaling import BlockScalingRule, Float8BlockScaling, MXFP8Scaling
 from ....numerics.formats import FORMATS, FloatFormat
 from ....numerics.nvfp4_scaling import NVFP4Scaling
 from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from ..base import ScaleInUse, UnknownCast, make_unquantized_cast
-from .environment import check_option
+from ..base import CastInUse, UnknownCastError, make_unquantized_cast
+from .environment import check_variable_option
 
 #: module of each quantizer class in `transformer_engine.pytorch.tensor`, because other classes may have the same name
 _MODULES: Mapping[str, str] = {
@@ -61,7 +61,7 @@ KNOWN: Mapping[str, frozenset[str]] = {
 }
 
 
-def make_cast(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
+def make_quantizer_cast(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
     """Return how `quantizer` casts operand `role` at this moment.
 
     Args:
@@ -69,7 +69,7 @@ def make_cast(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
         te_recipe: Transformer Engine's recipe of the call. We name the cast after it.
 
     Raises:
-        UnknownCast: the quantizer's class or an attribute is not supported. The message names it.
+        UnknownCastError: the quantizer's class or an attribute is not supported. The message names it.
     """
     if quantizer is None:
         return make_unquantized_cast(role)
@@ -77,9 +77,9 @@ def make_cast(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     if kind.__name__ == "DebugQuantizer" and _is_ours(kind):
         return _inspected(quantizer, te_recipe, role)
     if kind.__module__ != f"transformer_engine.pytorch.tensor.{_MODULES.get(kind.__name__)}":
-        raise UnknownCast(f"its quantizer is a {kind.__module__}.{kind.__qualname__}, which is not supported")
+        raise UnknownCastError(f"its quantizer is a {kind.__module__}.{kind.__qualname__}, which is not supported")
     if strange := sorted((vars(quantizer).keys() | _class_attributes(kind)) - KNOWN[kind.__name__] - _LAYOUT):
-        raise UnknownCast(f"its {kind.__name__} has an unsupported attribute {strange[0]!r}")
+        raise UnknownCastError(f"its {kind.__name__} has an unsupported attribute {strange[0]!r}")
     return _READERS[kind.__name__](quantizer, te_recipe, role)
 
 
@@ -113,29 +113,29 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "transformer_engine"
 
 
-def _inspected(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
+def _inspected(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
     """Return the cast in a module that nvdlfw_inspect watches. A feature of nvdlfw_inspect may change the cast."""
     plan = getattr(quantizer, "rowwise_tensor_plan", None)
     if plan == "High Precision":
         return make_unquantized_cast(role)
     if plan != "Quantize":
-        raise UnknownCast(f"a feature of nvdlfw_inspect changes its cast (its plan is {plan!r})")
-    return make_cast(quantizer.parent_quantizer, te_recipe, role)
+        raise UnknownCastError(f"a feature of nvdlfw_inspect changes its cast (its plan is {plan!r})")
+    return make_quantizer_cast(quantizer.parent_quantizer, te_recipe, role)
 
 
-def make_delayed_cast(scale: torch.Tensor, te_recipe: Any, role: str) -> ScaleInUse:
+def make_delayed_cast(scale: torch.Tensor, te_recipe: Any, role: str) -> CastInUse:
     """Return the cast in a release without quantizers. The recipe determines its format.
 
     Args:
         scale: float32 scalar from the module's state.
     """
     if type(te_recipe).__name__ != "DelayedScaling" or not _is_ours(type(te_recipe)):
-        raise UnknownCast(f"recipe {type(te_recipe).__name__} is not supported for a module without quantizers")
-    fmt = Recipe(DelayedScaling(), te_recipe.fp8_format.name.lower()).format_of(role)
+        raise UnknownCastError(f"recipe {type(te_recipe).__name__} is not supported for a module without quantizers")
+    fmt = Recipe(DelayedScaling(), te_recipe.fp8_format.name.lower()).get_format(role)
     return _in_use(_history(te_recipe), scale.detach().reshape(()).clone(), fmt, te_recipe, role)
 
 
-def _delayed(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
+def _delayed(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
     scale = quantizer.scale.detach().reshape(()).clone()
     return _in_use(_history(te_recipe), scale, _format(quantizer), te_recipe, role)
 
@@ -150,16 +150,16 @@ def _history(te_recipe: Any) -> DelayedScaling:
     )
 
 
-def _current(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
+def _current(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
     _refuse(quantizer, "use_existing_amax")
     by_power = _switch(quantizer, "force_pow_2_scales")
-    check_option("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", by_power)
+    check_variable_option("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", by_power)
     rule = CurrentScaling(_number(quantizer, "amax_epsilon"), by_power)
     use = _in_use(rule, rule, _format(quantizer), te_recipe, role)
     return replace(use, amax_group=_amax_group(quantizer))
 
 
-def _blockwise(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
+def _blockwise(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
     _check(quantizer, quantizer.block_len == 128, "block_len")
     dimensions = quantizer.block_scaling_dim
     _check(quantizer, dimensions in (1, 2), "block_scaling_dim")
@@ -169,7 +169,7 @@ def _blockwise(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     return _in_use(rule, rule, _format(quantizer), te_recipe, role)
 
 
-def _mxfp8(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
+def _mxfp8(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
     square = _switch(quantizer, "with_2d_quantization", default=False)
     # The option for square weights does not change the cast of X and dY, so the names of their recipes omit this option.
     rule = MXFP8Scaling(square_weights=square and role == "weight")
@@ -177,7 +177,7 @@ def _mxfp8(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     return _in_use(rule, rule, _format(quantizer), te_recipe, role)
 
 
-def _nvfp4(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
+def _nvfp4(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
     _refuse_reduction(quantizer)
     square, by_chance = _switch(quantizer, "with_2d_quantization"), _switch(quantizer, "stochastic_rounding")
     row_scaled = _switch(quantizer, "row_scaled_nvfp4", default=False)
@@ -197,16 +197,16 @@ def _four_over_six(quantizer: Any, by_chance: bool) -> dict[str, Any]:
     return {"four_over_six": quantizer.nvfp4_4over6_err_mode, "largest_scale": quantizer.nvfp4_e4m3_max}
 
 
-def _identity(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
+def _identity(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
     _check(quantizer, quantizer.dtype is None, "dtype")
     return make_unquantized_cast(role)
 
 
-def _hybrid(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    return make_cast(quantizer.rowwise_quantizer, te_recipe, role)
+def _hybrid(quantizer: Any, te_recipe: Any, role: str) -> CastInUse:
+    return make_quantizer_cast(quantizer.rowwise_quantizer, te_recipe, role)
 
 
-_READERS: Mapping[str, Callable[[Any, Any, str], ScaleInUse]] = {
+_READERS: Mapping[str, Callable[[Any, Any, str], CastInUse]] = {
     "Float8Quantizer": _delayed,
     "Float8CurrentScalingQuantizer": _current,
     "Float8BlockQuantizer": _blockwise,
@@ -231,12 +231,12 @@ def _number(quantizer: Any, option: str) -> float:
 
 
 def _refuse(quantizer: Any, option: str) -> None:
-    """Raise UnknownCast if this option is on, because it changes the cast in an unsupported way."""
+    """Raise UnknownCastError if this option is on, because it changes the cast in an unsupported way."""
     _check(quantizer, not getattr(quantizer, option, False), option)
 
 
 def _refuse_reduction(quantizer: Any) -> None:
-    """Raise UnknownCast if ranks share the amax, because this rank's shard does not determine it."""
+    """Raise UnknownCastError if ranks share the amax, because this rank's shard does not determine it."""
     _check(quantizer, _amax_group(quantizer) is None, "with_amax_reduction")
 
 
@@ -254,33 +254,33 @@ def _amax_group(quantizer: Any) -> Any:
 def _check(quantizer: Any, known: bool, attribute: str) -> None:
     if not known:
         value = getattr(quantizer, attribute, None)
-        raise UnknownCast(f"{attribute}={value!r} of its {type(quantizer).__name__} is not supported")
+        raise UnknownCastError(f"{attribute}={value!r} of its {type(quantizer).__name__} is not supported")
 
 
 def _format(quantizer: Any) -> FloatFormat:
     name = getattr(quantizer.dtype, "name", str(quantizer.dtype).rpartition(".")[2])
     if name not in _FORMATS:
-        raise UnknownCast(f"dtype={quantizer.dtype!r} of its {type(quantizer).__name__} is not supported")
+        raise UnknownCastError(f"dtype={quantizer.dtype!r} of its {type(quantizer).__name__} is not supported")
     return FORMATS[_FORMATS[name]]
 
 
 def _in_use(
-    rule: CurrentScaling | DelayedScaling | BlockRule,
-    scale: torch.Tensor | CurrentScaling | BlockRule,
+    rule: CurrentScaling | DelayedScaling | BlockScalingRule,
+    scale: torch.Tensor | CurrentScaling | BlockScalingRule,
     fmt: FloatFormat,
     te_recipe: Any,
     role: str,
-) -> ScaleInUse:
+) -> CastInUse:
     """Return a cast. It is named after the format of the engine's recipe (such as hybrid), if this format casts the
     operand to `fmt`. Otherwise the cast is named after `fmt`.
     """
     asked = getattr(getattr(te_recipe, "fp8_format", None), "name", "").lower()
-    return ScaleInUse(scale, fmt, _recipe_of(rule, asked, fmt, role), "engine")
+    return CastInUse(scale, fmt, _recipe_of(rule, asked, fmt, role), "engine")
 
 
 @functools.lru_cache(maxsize=256)
-def _recipe_of(rule: CurrentScaling | DelayedScaling | BlockRule, asked: str, fmt: FloatFormat, role: str) -> Recipe:
-    usable = asked in rule.formats and Recipe(rule, asked).format_of(role) == fmt
+def _recipe_of(rule: CurrentScaling | DelayedScaling | BlockScalingRule, asked: str, fmt: FloatFormat, role: str) -> Recipe:
+    usable = asked in rule.formats and Recipe(rule, asked).get_format(role) == fmt
     if not usable and fmt.name not in rule.formats:
-        raise UnknownCast(f"its quantizer casts to {fmt.name}, which is not supported for {type(rule).__name__}")
+        raise UnknownCastError(f"its quantizer casts to {fmt.name}, which is not supported for {type(rule).__name__}")
     return Recipe(rule, asked if usable else fmt.name)

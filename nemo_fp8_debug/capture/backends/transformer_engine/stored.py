@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ....numerics.formats import E2M1, E4M3, E5M2, DecodedCodes, FloatFormat
-from ..base import ScaleInUse, UnknownCast, read_raw_weight
-from .casts import is_quantized
+from ..base import CastInUse, UnknownCastError, read_raw_weight
+from .casts import is_quantized_tensor
 from .environment import explain_unsupported_release
-from .quantizers import make_cast
+from .quantizers import make_quantizer_cast
 
 _PACKAGE = "transformer_engine.pytorch.tensor."
 #: torch dtype and code of the largest value of each format, by Transformer Engine's name for the format
@@ -31,31 +31,31 @@ class StoredWeight:
     #: Transformer Engine's recipe. We name the cast after it
     te_recipe: Any = None
 
-    def decoded(self) -> DecodedCodes:
+    def decode_values(self) -> DecodedCodes:
         """Return the values of the codes, float32 in the parameter's shape.
 
         Raises:
-            UnknownCast: the class or layout is not supported.
+            UnknownCastError: the class or layout is not supported.
         """
         if why := explain_unsupported_release():
-            raise UnknownCast(why)
+            raise UnknownCastError(why)
         kept = self._row_wise()
         read, kind = _reader(kept), type(kept)
         if read is None:
-            raise UnknownCast(f"it is stored as a {kind.__module__}.{kind.__qualname__}, which is not supported")
+            raise UnknownCastError(f"it is stored as a {kind.__module__}.{kind.__qualname__}, which is not supported")
         with torch.no_grad():
             return read(kept)
 
-    def cast(self) -> ScaleInUse:
+    def find_cast(self) -> CastInUse:
         """Return how the codes were cast, from the quantizer that the parameter keeps.
 
         Raises:
-            UnknownCast: the quantizer is not supported.
+            UnknownCastError: the quantizer is not supported.
         """
-        use = make_cast(self.parameter._quantizer, self.te_recipe, "weight")
+        use = make_quantizer_cast(self.parameter._quantizer, self.te_recipe, "weight")
         scale = getattr(self._row_wise(), "_scale_inv", None)
         if isinstance(scale, torch.Tensor) and scale.numel() == 1:
-            return ScaleInUse(scale.detach().reshape(()).reciprocal(), use.format, use.recipe, "engine")
+            return CastInUse(scale.detach().reshape(()).reciprocal(), use.format, use.recipe, "engine")
         return use
 
     def _row_wise(self) -> Any:
@@ -66,7 +66,7 @@ class StoredWeight:
 def read_stored_weight(module: Any, name: str = "weight") -> StoredWeight | None:
     """Return the parameter of a module if it is stored as codes, otherwise None."""
     weight = read_raw_weight(module, name)
-    return StoredWeight(weight, getattr(module, "fp8_meta", {}).get("recipe")) if is_quantized(weight) else None
+    return StoredWeight(weight, getattr(module, "fp8_meta", {}).get("recipe")) if is_quantized_tensor(weight) else None
 
 
 def is_supported_storage(stored: StoredWeight | None) -> bool:
@@ -81,14 +81,14 @@ def _reader(kept: Any) -> Callable[[Any], DecodedCodes] | None:
 
 def _codes(x: torch.Tensor | None, what: str) -> torch.Tensor:
     if x is None or not x.numel():
-        raise UnknownCast(f"its {what} are missing")
+        raise UnknownCastError(f"its {what} are missing")
     return x.detach()
 
 
 def _fp8(data: torch.Tensor, dtype: Any) -> tuple[torch.Tensor, torch.Tensor, FloatFormat]:
     name = getattr(dtype, "name", str(dtype).rpartition(".")[2])
     if name not in _TYPES:
-        raise UnknownCast(f"it is stored as {dtype!r}, which is not supported")
+        raise UnknownCastError(f"it is stored as {dtype!r}, which is not supported")
     kind, largest = _TYPES[name]
     return data.view(kind).float(), (data & 0x7F) == largest, E4M3 if kind == torch.float8_e4m3fn else E5M2
 
@@ -133,7 +133,7 @@ def _high_precision(x: Any) -> DecodedCodes:
 
 def _check_layout(x: Any) -> None:
     if getattr(x, "_with_gemm_swizzled_scales", False):
-        raise UnknownCast("its scales are swizzled for a kernel, which is not supported")
+        raise UnknownCastError("its scales are swizzled for a kernel, which is not supported")
 
 
 def _times(
