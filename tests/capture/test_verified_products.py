@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_fp8_debug import Emulation, Monitor, read_record
-from nemo_fp8_debug.observations.products.nodes import find_product_node
+from nemo_fp8_debug.observations.products.results import find_product_node
 
 PRODUCTS = {"fprop", "dgrad", "wgrad"}
 

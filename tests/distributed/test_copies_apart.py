@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from processes import run_script
 
 from nemo_fp8_debug import diagnose, read_record
-from nemo_fp8_debug.observations.replicas.checksums import compute_checksum
 from nemo_fp8_debug.observations.replicas.comparison import ReplicaReduction
+from nemo_fp8_debug.observations.replicas.observer import compute_checksum
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ...capture.backends.parallel import count_ranks_summing_gradient, find_replica_part_index
-from ...capture.data_parallel import FSDP2Parameters, find_active_ddp
 from ...capture.dispatcher import EventDispatcher
 from ...capture.gemms import Gemm
 from ...capture.optimizer_weights import (
@@ -29,7 +28,7 @@ from ...capture.optimizer_weights import (
 )
 from ...capture.scan import ScannedModule
 from ...capture.tensors import is_dtensor, take_local_part
-from ...capture.weight_gradients import ADDED_LATER, adds_to_main_grad
+from ...capture.weight_gradients import ADDED_LATER, FSDP2Parameters, adds_to_main_grad, find_active_ddp
 from ...numerics.gemm_error import sample_indices
 from .gradient_parts import GradientOfRank, compute_summation_error_bound
 from .verification import NOT_REDUCED, OTHER_REDUCTION, PARTS_MISSING

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...capture.backends.base import Args, Kwargs, read_raw_weight
 from ...capture.backends.parallel import find_sequence_split, is_summed_over_ranks
 from ...capture.backends.transformer_engine.casts import find_backward_state, is_quantized_tensor
 from ...capture.dispatcher import EventDispatcher
+from ...capture.dispatcher import Guard as StepGuard
 from ...capture.gemms import Gemm
 from ...capture.operator_mode import CollectiveMode
 from ...capture.patching import find_emulation
@@ -24,7 +27,6 @@ from ...capture.tensors import cast_like_autocast, is_dtensor, take_local_part
 from ...capture.weight_gradients import adds_to_main_grad
 from ...numerics.block_scaling import view_as_matrix
 from .checks import ProductChecks
-from .nodes import find_added_bias, find_product_node, watch_product_gradients
 from .verification import ADDED_UP, HOOKED, INSIDE, NOT_SEEN, UNKNOWN_CAST
 
 _LOOKING = "while looking at what a GEMM returned"
@@ -222,3 +224,105 @@ def _package_of(hook: Any) -> str:
     function = getattr(hook, "func", hook)  # if the hook is a partial
     name = getattr(function, "__module__", None) or type(function).__module__
     return str(name).partition(".")[0]
+
+
+# Autograd nodes of products --------------------------------------------------------------------------------------------
+
+
+#: positions of X and W among a node's inputs, and whether W is transposed there, by name of the node
+_PLACES = {
+    "AddmmBackward0": (1, 2, True),
+    "MmBackward0": (0, 1, True),
+    "LinearBackward0": (0, 1, False),
+    "LinearWithGradAccumulationAndAsyncCommunicationBackward": (0, 1, False),
+    "LinearWithFrozenWeightBackward": (0, 1, False),
+}
+#: nodes of Transformer Engine. We identify their inputs by object. The gradient of X is dX
+_OF_X = {"_LinearBackward", "_GroupedLinearBackward"}
+#: nodes that compute more than a product, such as a norm of X before it
+_WITHOUT_X = {"_LayerNormLinearBackward", "_LayerNormMLPBackward"}
+#: nodes that may be between a module's output and its product: views, an added bias, sums over ranks. Any other node is
+#: unknown, and a product before such a node may belong to the previous layer.
+_BETWEEN = {
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "AddBackward0"),
+    *("_ReduceFromModelParallelRegionBackward", "_ReduceScatterToSequenceParallelRegionBackward"),
+    *("_ReduceScatterToTensorParallelRegionBackward", "_GatherFromModelParallelRegionBackward"),
+}
+
+
+@dataclass(frozen=True)
+class ProductNode:
+    """The node of a product, and the positions of X and W among its inputs. None if it does not return this gradient."""
+
+    node: Any
+    x: int | None
+    weight: int | None
+    turned: bool = False
+
+    def needs_input_gradient(self, place: int) -> bool:
+        """Return True if the gradient of an input is required."""
+        return self.node.next_functions[place][0] is not None
+
+
+def find_product_node(y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> ProductNode | None:
+    """Return the autograd node of a module's product, found from the module's output, or None if its kind is unknown.
+
+    Args:
+        x, weight: operands as the module received them.
+    """
+    node: Any = y.grad_fn
+    while node is not None and (x is None or node is not x.grad_fn):
+        if (places := _PLACES.get(name := node.name())) is not None:
+            return ProductNode(node, *places)
+        if name in _OF_X | _WITHOUT_X:
+            return ProductNode(node, _place_of(node, x) if name in _OF_X else None, _place_of(node, weight))
+        if name not in _BETWEEN:
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def _place_of(node: Any, x: torch.Tensor | None) -> int | None:
+    """Return the position of a tensor among the inputs of a node defined in Python."""
+    for place, (earlier, number) in enumerate(node.next_functions):
+        if earlier is None or x is None:
+            continue
+        if getattr(earlier, "variable", None) is x or (earlier is x.grad_fn and number == x.output_nr):
+            return place
+    return None
+
+
+def watch_product_gradients(
+    dispatcher: EventDispatcher,
+    guard: StepGuard,
+    found: ProductNode,
+    take: Callable[[str, torch.Tensor | None], None],
+    begin: Callable[[Any], None],
+    end: Callable[[], None],
+) -> None:
+    """Call `take` with dX and dW as the node returns them, or with None for a gradient that the node does not return.
+
+    dW has the layout of W. The node is not kept alive.
+
+    Args:
+        begin: called before the node runs, with the gradients that the node receives.
+        end: called after the node has run.
+    """
+    places, turned = {"dgrad": found.x, "wgrad": found.weight}, found.turned
+
+    def after(grads: Any, _: Any) -> None:
+        end()
+        for product, place in places.items():
+            if place is not None:
+                grad = grads[place]
+                take(product, grad.t() if turned and product == "wgrad" and grad is not None else grad)
+
+    dispatcher.watch_autograd_node(found.node, guard, begin, after)
+
+
+def find_added_bias(module: nn.Module) -> torch.Tensor | None:
+    """Return the bias that a module adds to its output, or None."""
+    if getattr(module, "skip_bias_add", False) or getattr(module, "return_bias", False):
+        return None
+    bias = module._parameters.get("bias")
+    return bias if bias is not None and bias.numel() else None

@@ -21,8 +21,7 @@ from ...analysis.comparison.layer_matching import (
     match_layers_from_output,
     read_weight_sizes,
 )
-from ...analysis.comparison.onset import EVIDENCE, find_unfiltered_onsets
-from ...analysis.comparison.tensor_band import MetricBand, TensorBand, compute_tensor_band
+from ...analysis.comparison.onset import EVIDENCE, MetricBand, TensorBand, compute_tensor_band, find_unfiltered_onsets
 from ...analysis.formatting import make_jsonable
 from ...analysis.loss.curve import LossCurve
 from ...analysis.loss.outcome import LossOutcome

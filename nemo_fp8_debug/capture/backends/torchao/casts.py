@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from ....numerics.block_scaling import BlockScalingRule, MXFP8Scaling, RowwiseScaling
-from ....numerics.formats import FORMATS, FloatFormat
+from ....numerics.formats import E2M1, FORMATS, FloatFormat
+from ....numerics.nvfp4_scaling import TorchaoNVFP4Scaling
 from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import TORCHAO_EPSILON, CurrentScaling
 from ...tensors import is_dtensor
@@ -36,7 +37,6 @@ from .layers import (
     find_replaced_forward,
     name_layer_class,
 )
-from .nvfp4 import find_nvfp4_cast
 from .trial import find_cast_difference
 from .weights import find_weight_gathered_in_fp8, is_torchao_tensor
 
@@ -150,6 +150,52 @@ def _mxfp8_cast(module: Any, role: str) -> CastInUse:
     rule = MXFP8Scaling(by_logarithm=True)
     use = CastInUse(rule, FORMATS["e4m3"], Recipe(rule, "e4m3"), "engine")
     return replace(use, products={"wgrad": None}) if module.wgrad_with_hp and role != "weight" else use
+
+
+# NVFP4Linear -----------------------------------------------------------------------------------------------------------
+#
+# Find how torchao's `NVFP4Linear` casts: its scales, and which codes cannot be determined.
+#
+# | product | operands |
+# |---|---|
+# | fprop | X 1x16, W 16x16, rounded to nearest |
+# | dgrad | dY 1x16, rounded stochastically; W 16x16, as in fprop |
+# | wgrad | dY and X by column after a random Hadamard transform; dY rounded stochastically |
+#
+# The kernels run only on GPUs with compute capability 10.0 or later, so we cannot try them on other devices. Instead we list
+# the releases whose kernels we have read.
+
+#: releases of torchao whose NVFP4 kernels we have read
+_NVFP4_RELEASES = ("0.18",)
+#: attributes and buffers that a `NVFP4Linear` has and a Linear does not have
+_NVFP4_OPTIONS = frozenset(
+    ("kernel_preference", "process_group", "world_size", "tensor_parallel_style", "_rht_sign_vector_tuple")
+)
+_NVFP4_BUFFERS = frozenset(("_sr_seed", "_rht_sign_vector"))
+
+
+def find_nvfp4_cast(module: Any, role: str) -> CastInUse:
+    """Return the cast of X in fprop, or of W.
+
+    Raises:
+        UnknownCastError: `role` is dY, or a part of the module is not supported.
+    """
+    version = str(getattr(sys.modules.get("torchao"), "__version__", ""))
+    if ".".join(version.split(".")[:2]) not in _NVFP4_RELEASES:
+        raise UnknownCastError(f"the NVFP4Linear of torchao {version} is not supported")
+    check_attributes(module, _NVFP4_OPTIONS)
+    if strange := sorted(module._buffers.keys() - _NVFP4_BUFFERS):
+        raise UnknownCastError(f"its NVFP4Linear has an unsupported buffer {strange[0]!r}")
+    if getattr(module.kernel_preference, "name", None) != "TRITON":
+        raise UnknownCastError(f"unsupported value in its NVFP4Linear: kernel_preference={module.kernel_preference}")
+    if module.process_group is not None:
+        raise UnknownCastError("its NVFP4Linear is split by tensor parallelism, and reduces its amax over ranks")
+    if role == "grad_output":
+        raise UnknownCastError("its NVFP4Linear rounds dY stochastically, so its codes cannot be determined")
+    rule = TorchaoNVFP4Scaling()
+    use = CastInUse(rule, E2M1, Recipe(rule), "engine")
+    # The copy of X for wgrad is transformed before its cast, and we do not measure it.
+    return CastInUse(use.scale, use.format, use.recipe, use.source, {"wgrad": None}) if role == "input" else use
 
 
 _READERS: Mapping[str, Callable[[Any, str], CastInUse]] = {
