@@ -148,8 +148,11 @@ class _Module:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return _SKIPPED  # each replay of the CUDA graph would count again, in reused memory
         if torch._C._current_graph_task_id() != -1:  # inside backward, so this is a recompute
-            if self.has_counted or not self.waiting:
+            # Within the recompute of a reentrant checkpoint, another one runs its first forward again, without gradients.
+            if self.has_counted or not torch.is_grad_enabled():
                 return _SKIPPED
+            if not self.waiting:
+                return _COUNTED  # the first forward was skipped, because the module is in `eval()`
             call.passes, *self.waiting = self.waiting
             return _AGAIN
         if not torch.is_grad_enabled():
@@ -250,6 +253,17 @@ class EventDispatcher:
             self._handles.append(x.register_hook(hook))
         else:
             x.register_hook(hook)
+
+    def watch_changed_gradient(self, x: torch.Tensor, guard: Guard, call: Callable[[torch.Tensor], None]) -> None:
+        """Call `call` with the gradient of a tensor as its autograd node gets it, after all hooks on the tensor.
+
+        Args:
+            x: a tensor that is not a leaf.
+        """
+        base, shape = x._base, x.shape
+        if base is not None and base.grad_fn and base.numel() == x.numel() and base.shape[-1:] == shape[-1:]:
+            x = base  # an operation in place on `x` takes the node of this view out of the graph
+        self.watch_autograd_node(x.grad_fn, guard, partial(_call_with_gradient, x.output_nr, shape, call))
 
     def watch_autograd_node(
         self, node: Any, guard: Guard, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
@@ -368,6 +382,14 @@ def _run(guard: Guard, call: Callable[[], None]) -> None:
     except Exception as error:
         with guard():
             raise error
+
+
+def _call_with_gradient(
+    number: int, shape: torch.Size, call: Callable[[torch.Tensor], None], gradients: Sequence[Any]
+) -> None:
+    """Call a function with the gradient of one output of a node, if the gradient is defined."""
+    if (gradient := gradients[number]) is not None:
+        call(gradient if gradient.shape == shape else gradient.reshape(shape))
 
 
 def _queue(call: Callable[[], None], times: int) -> None:

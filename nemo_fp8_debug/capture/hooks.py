@@ -132,7 +132,8 @@ class _WatchedModule:
     module: nn.Module
     backend: FrameworkBackend
     gemms: list[_WatchedGemm]
-    #: whether we observe X only after the forward, because X or its cast is unknown before
+    #: whether we observe X only after the forward, when all hooks have changed it and its cast is known. Emulation changes X
+    #: in a hook too, so there we observe X before
     takes_inputs_later: bool
     #: whether ranks may share the amax of the module's casts
     shares_amax: bool
@@ -201,7 +202,7 @@ class OperandCapture:
             gemms.append(_WatchedGemm(gemm, seen, self._products.get(name), cast, guard))
         self._watched += gemms
         backend = gemms[0].gemm.backend
-        later = backend.cast is not None and not acted_on
+        later = not acted_on
         shared = self._read_casts and backend.shares_amax(module)
         return _WatchedModule(module, backend, gemms, later, shared)
 
@@ -350,7 +351,11 @@ class OperandCapture:
         node = backend.node(y) if read else None
         waits = defer_until_backward if backend.shares_amax(watched.module) else defer_until_node
         wait = waits(self._dispatcher, node) if node else None
-        self._dispatcher.watch_gradient(y, one.guard, partial(self._see_gradient, one, call, small, kwargs, read, wait))
+        see = partial(self._see_gradient, one, call, small, kwargs, read, wait)
+        if find_emulation(watched.module) is not None:  # emulation quantizes dY in a hook on Y
+            self._dispatcher.watch_gradient(y, one.guard, see)
+        else:
+            self._dispatcher.watch_changed_gradient(y, one.guard, see)
 
     def _see_gradient(
         self,

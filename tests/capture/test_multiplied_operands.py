@@ -1,0 +1,124 @@
+"""X, W and dY are recorded as the GEMM gets them, whatever a user's hooks do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Samples
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nemo_fp8_debug import Monitor
+
+FACTOR = 1024.0
+
+
+def tripled(module: nn.Module, args: Any) -> Any:
+    return (args[0] * 3,)
+
+
+def loud(grad: torch.Tensor) -> torch.Tensor:
+    return grad * FACTOR
+
+
+class Model(nn.Module):
+    """Two layers. `change` gets the first layer's output."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor] = lambda y: y) -> None:
+        super().__init__()
+        self.first, self.last, self.change = nn.Linear(8, 8), nn.Linear(8, 8), change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.change(self.first(x)))
+        return found
+
+
+def amaxes(
+    model: nn.Module, x: torch.Tensor, run: Callable[..., torch.Tensor] | None = None
+) -> dict[tuple[str, str], float]:
+    """The amax of each operand in a sampled step."""
+    samples = Samples()
+    monitor = Monitor(model, recorders=[samples], interval=1, table_rows=0, on_error="raise")
+    with monitor.step(0) as report:
+        loss = (run or model)(x).sum()
+        loss.backward()
+        report(loss=loss)
+    monitor.close()
+    metrics = samples.samples[0].get_table("metrics")
+    return dict(zip(zip(metrics["layer"], metrics["role"], strict=True), metrics["amax"], strict=True))
+
+
+@pytest.mark.parametrize("after_attaching", [False, True])
+def test_x_after_a_users_pre_hook(after_attaching: bool) -> None:
+    model, x = Model(), torch.full((1, 8), 2.0)
+    model.first.register_forward_pre_hook(tripled, prepend=after_attaching)
+    assert amaxes(model, x)["first", "input"] == 6.0
+
+
+def hooked(y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(loud)
+    return y
+
+
+def in_place(y: torch.Tensor) -> torch.Tensor:
+    return y.mul_(FACTOR)
+
+
+@pytest.mark.parametrize("change", [hooked, in_place, lambda y: y * FACTOR])
+@pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8)])
+def test_dy_after_a_users_hook_on_y(change: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) -> None:
+    model = Model(change)
+    seen = amaxes(model, torch.randn(shape))
+    # With a single row, the gradient of the bias is dY.
+    for name in ("first", "last"):
+        bias = getattr(model, name).bias
+        assert seen[name, "grad_output"] == pytest.approx(float(bias.grad.abs().max()), rel=1e-6)
+
+
+def test_dy_after_a_full_backward_pre_hook() -> None:
+    model = Model()
+    model.first.register_full_backward_pre_hook(lambda module, grads: (grads[0] * FACTOR,))
+    seen = amaxes(model, torch.randn(1, 8))
+    assert model.first.bias.grad is not None
+    assert seen["first", "grad_output"] == pytest.approx(float(model.first.bias.grad.abs().max()), rel=1e-6)
+
+
+def test_dy_under_a_checkpoint_that_recomputes() -> None:
+    model = Model(hooked)
+    seen = amaxes(model, torch.randn(1, 8), lambda x: checkpoint(model, x, use_reentrant=False))
+    assert model.first.bias.grad is not None
+    assert seen["first", "grad_output"] == pytest.approx(float(model.first.bias.grad.abs().max()), rel=1e-6)
+
+
+class Checkpointed(nn.Module):
+    """A layer in two checkpoints, one in the other, and a layer in the outer one."""
+
+    def __init__(self, inner: bool, outer: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.kinds = nn.Linear(8, 8), nn.Linear(8, 8), (inner, outer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            return self.last(checkpoint(self.first, x, use_reentrant=self.kinds[0]))  # type: ignore[no-any-return]
+
+        found: torch.Tensor = checkpoint(inside, x, use_reentrant=self.kinds[1])
+        return found
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_all_operands_in_nested_checkpoints(inner: bool, outer: bool, training: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Checkpointed(inner, outer).train(training), torch.randn(1, 8, requires_grad=True)
+    plain = model.last(model.first(x))
+    seen = amaxes(model, x)
+    for name, given in (("first", x), ("last", model.first(x))):
+        layer = getattr(model, name)
+        assert seen[name, "input"] == float(given.abs().max())
+        assert seen[name, "weight"] == float(layer.weight.abs().max())
+        assert seen[name, "grad_output"] == pytest.approx(float(layer.bias.grad.abs().max()), rel=1e-6)
+    assert torch.equal(plain, model(x))
