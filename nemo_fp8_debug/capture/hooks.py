@@ -38,7 +38,7 @@ from .dispatcher import EventDispatcher, ForwardPass, Guard, TorchMode
 from .gemms import Gemm
 from .operator_mode import AmaxReductionMode, Reduced, apply_shared_amax, defer_until_backward, defer_until_node
 from .optimizer_weights import MasterWeights, choose_measured_weight
-from .patching import find_emulation
+from .patching import explain_function_modes, find_emulation
 from .tensors import cast_like_autocast
 
 _NOTHING: Mapping[str, Any] = {}
@@ -275,7 +275,8 @@ class OperandCapture:
             return
         kept.casts = {(one.name, "weight"): one.weight_cast for one in watched.gemms if one.weight_cast}
         reduced = kept.reductions.seen if kept.reductions else ()
-        for one in watched.gemms if any(one.cast for one in watched.gemms) else ():
+        mode = explain_function_modes() if self._read_casts else ""
+        for one in watched.gemms if mode or any(one.cast for one in watched.gemms) else ():
             for role in ("input", "weight"):
                 if role == "weight" and one.gemm.backend.stored(watched.module, one.gemm.part):
                     continue  # the call does not cast this operand
@@ -288,10 +289,13 @@ class OperandCapture:
         self, watched: _WatchedGemm, kwargs: Kwargs, role: str, out: Any
     ) -> Callable[[Reduced], CastInUse] | None:
         """Return a function that determines the cast of a role in a call, or None if the backend never quantizes."""
-        if watched.cast is None or role not in watched.sinks:
+        mode = explain_function_modes() if self._read_casts else ""
+        if (watched.cast is None and not mode) or role not in watched.sinks:
             return None
         gemm = watched.gemm
         with self._guarded(gemm.name, role, lost=False):
+            if mode or watched.cast is None:
+                raise UnknownCastError(mode)
             if gemm.backend.untold not in self._untold:
                 self._untold[gemm.backend.untold] = gemm.backend.untold()
             if why := self._untold[gemm.backend.untold]:

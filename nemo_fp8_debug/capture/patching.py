@@ -45,6 +45,19 @@ def find_emulation(module: nn.Module) -> CastOverride | None:
     return EMULATED.get(module)
 
 
+#: function modes of torch that change no operands
+_HARMLESS_MODES = ("torch.utils._device", "torch.overrides")
+
+
+def explain_function_modes() -> str:
+    """Return why active torch function modes may change or quantize operands, or "" if none does."""
+    if not torch._C._len_torch_function_stack():
+        return ""
+    modes: Any = torch.overrides._get_current_function_mode_stack()
+    names = [type(mode).__name__ for mode in modes if type(mode).__module__ not in _HARMLESS_MODES]
+    return f"the torch function mode {names[0]} may change or quantize its operands" if names else ""
+
+
 #: called with what was observed; must not raise an exception
 Watcher = Callable[[Any], None]
 #: receives a function, a watcher and arguments. Calls the function with the arguments, and reports to the watcher

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers import Samples
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from nemo_fp8_debug import Monitor
@@ -91,6 +94,48 @@ def test_dy_under_a_checkpoint_that_recomputes() -> None:
     seen = amaxes(model, torch.randn(1, 8), lambda x: checkpoint(model, x, use_reentrant=False))
     assert model.first.bias.grad is not None
     assert seen["first", "grad_output"] == pytest.approx(float(model.first.bias.grad.abs().max()), rel=1e-6)
+
+
+def in_fp8(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+    """A product as a user's own FP8 engine would compute it."""
+    return torch._C._nn.linear(x.to(torch.float8_e4m3fn).to(x.dtype), w, b)
+
+
+class InFP8(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (in_fp8 if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", ["F.linear", "nn.Linear.forward", "mode"])
+def test_a_replaced_product_has_an_unknown_cast_and_one_warning(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "F.linear":
+        monkeypatch.setattr(F, "linear", in_fp8)
+    elif how == "nn.Linear.forward":
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: in_fp8(x, self.weight, self.bias))
+    samples, model = Samples(), Model()
+    with InFP8() if how == "mode" else nullcontext(), pytest.warns(UserWarning, match="unknown") as said:
+        monitor = Monitor(model, recorders=[samples], interval=1, table_rows=0)
+        with monitor.step(0) as report:
+            loss = model(torch.randn(4, 8)).sum()
+            loss.backward()
+            report(loss=loss)
+        monitor.close()
+    assert set(samples.samples[0].get_table("metrics")["scale_source"]) == {"unknown"}
+    (told,) = [str(each.message) for each in said if "unknown" in str(each.message)]
+    assert {"F.linear": "functional.linear", "nn.Linear.forward": "Linear.forward", "mode": "InFP8"}[how] in told
+
+
+def test_the_default_device_is_no_foreign_mode() -> None:
+    samples = Samples()
+    with torch.device("cpu"):
+        model = Model()
+        monitor = Monitor(model, recorders=[samples], interval=1, table_rows=0, on_error="raise")
+        with monitor.step(0) as report:
+            loss = model(torch.randn(4, 8)).sum()
+            loss.backward()
+            report(loss=loss)
+        monitor.close()
+    assert set(samples.samples[0].get_table("metrics")["scale_source"]) == {"current"}
 
 
 class Checkpointed(nn.Module):

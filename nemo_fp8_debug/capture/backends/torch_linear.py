@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
+from torch.nn import functional
+from torch.nn.modules import linear
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .base import FrameworkBackend, explain_unsupported_forward, is_plain_tensor, read_raw_weight
+
+#: modules whose replacement of `F.linear` multiplies the same operands: DeepSpeed's, which saves memory under ZeRO-3
+_SAME_PRODUCT = ("deepspeed.runtime.zero.linear",)
 
 
 def _foreign(module: nn.Module) -> str:
     """Return why the module may change or quantize its operands, or "" if it is a plain `nn.Linear`."""
     if why := explain_unsupported_forward(module, (nn.Linear,)):
         return why
+    if nn.Linear.forward.__code__.co_filename != linear.__file__:
+        return "`nn.Linear.forward` was replaced by a function that may change or quantize its operands"
+    multiplies: Any = functional.linear
+    if multiplies is not torch._C._nn.linear and multiplies.__module__ not in _SAME_PRODUCT:
+        return "`torch.nn.functional.linear` was replaced by a function that may change or quantize its operands"
     weight = read_raw_weight(module)
     if weight is not None and not is_plain_tensor(weight):
         return f"its weight is a {type(weight).__name__}, whose products may quantize"
