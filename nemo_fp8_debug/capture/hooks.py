@@ -317,7 +317,7 @@ class OperandCapture:
             return
         if watched.takes_inputs_later:
             self._take_inputs(watched, call, args, kwargs)
-        if watched.is_sharded:
+        if watched.is_sharded or None in weights.values():  # the forward may have given a lazy weight its shape
             weights = self._find_weights(watched, args, kwargs)
         for one in watched.gemms:
             with self._guarded(one.name, "weight"):

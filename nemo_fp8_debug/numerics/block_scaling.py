@@ -258,7 +258,7 @@ def _one_level_scales(rule: BlockScalingRule, fmt: FloatFormat, dtype: torch.dty
 
 def view_as_matrix(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor [..., features] as [tokens, features]. Copy its values only if the strides require a copy."""
-    return x.detach().reshape(-1, x.shape[-1] if x.dim() else 1)
+    return x.detach().reshape(x.shape[:-1].numel(), x.shape[-1] if x.dim() else 1)
 
 
 def pad_to_tiles(x: torch.Tensor, block: Block) -> torch.Tensor:

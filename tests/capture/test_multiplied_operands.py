@@ -167,3 +167,44 @@ def test_all_operands_in_nested_checkpoints(inner: bool, outer: bool, training: 
         assert seen[name, "weight"] == float(layer.weight.abs().max())
         assert seen[name, "grad_output"] == pytest.approx(float(layer.bias.grad.abs().max()), rel=1e-6)
     assert torch.equal(plain, model(x))
+
+
+class NoOutput(nn.Module):
+    """A layer without outputs next to a usual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.some = nn.Linear(8, 0), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.some(x), self.none(x)], -1)
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(8, 8)))  # type: ignore[no-any-return]
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(nn.Linear(8, 8), torch.randn(4, 8))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def exported() -> nn.Module:
+    return torch.export.export(nn.Sequential(nn.Linear(8, 8)), (torch.randn(4, 8),)).module()
+
+
+@pytest.mark.parametrize("make", [scripted, traced, exported, lambda: nn.LazyLinear(8), NoOutput])
+@pytest.mark.filterwarnings("ignore:.*activations includes:UserWarning", "ignore::DeprecationWarning")
+def test_every_kind_of_module_leaves_the_other_layers_observed(make: Callable[[], nn.Module]) -> None:
+    model, samples = nn.Sequential(make(), nn.Linear(8, 8)), Samples()
+    options = {"activations": ["norm", "router", "attention"], "verify_rows": 2, "output_rows": 2}
+    monitor = Monitor(model, recorders=[samples], interval=1, table_rows=0, on_error="raise", **options)
+    for step in range(2):
+        with monitor.step(step) as report:
+            loss = model(torch.randn(4, 8)).sum()
+            loss.backward()
+            report(loss=loss)
+    monitor.close()
+    for step in range(2):
+        metrics = samples.samples[step].get_table("metrics")
+        last = {r for name, r in zip(metrics["layer"], metrics["role"], strict=True) if name == "1"}
+        assert last == {"input", "weight", "grad_output"}

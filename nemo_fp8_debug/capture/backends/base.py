@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...kernels import CastRule
 from ...numerics.block_scaling import BlockScalingRule
@@ -168,8 +169,12 @@ def explain_unsupported_forward(module: nn.Module, kinds: tuple[type, ...], read
 
 
 def read_raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:
-    """Return a module's parameter without calling a sharding engine. Return None if each call computes the weight."""
+    """Return a module's parameter without calling a sharding engine. Return None if each call computes the weight, or if it
+    is a lazy weight without a shape.
+    """
     weight: torch.Tensor | None = dict.get(module._parameters, name)
+    if weight is not None and is_lazy(weight):
+        return None
     if weight is None:
         # Under FSDP1 without `use_orig_params`, the gathered weight is a plain attribute: a view of FSDP1's flat parameter.
         attribute = module.__dict__.get(name)

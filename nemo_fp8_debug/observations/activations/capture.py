@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...capture.attention import is_attention
 from ...capture.backends import parallel
@@ -57,6 +58,8 @@ def find_observed_activations(
     left_out = {id(one.module) for one in scanned if one.compiled}
     sites: list[ObservedActivation] = []
     compiled: list[str] = []
+    # Hooks do not run in scripted modules.
+    scanned = [one for one in scanned if not isinstance(one.module, torch.jit.ScriptModule)]
     for _, of_root in groupby(scanned, key=lambda one: id(one.root)):
         for one, found, router in _found(list(of_root), scores):
             mine = [role for role in found if role in roles]
@@ -229,7 +232,7 @@ def list_norm_roles(module: nn.Module) -> tuple[str, ...]:
     if any(base.__name__ in _FUSED for base in type(module).__mro__):
         return ("norm_input",)
     is_leaf = not any(True for _ in module.children())
-    has_no_matrix = all(p is None or p.dim() <= 1 for p in module._parameters.values())
+    has_no_matrix = all(p is None or (not is_lazy(p) and p.dim() <= 1) for p in module._parameters.values())
     named = _NORM.search(type(module).__name__.lower())
     return ("norm_input", "norm_output") if named and is_leaf and has_no_matrix else ()
 

@@ -192,7 +192,7 @@ class ReducedGradients:
         self._gradients: dict[str, _Gradient] = {}
         for gemm in gemms:
             weight = find_gemm_parameter(gemm)
-            if weight is not None and weight.dim() == 2 and weight.requires_grad:
+            if weight is not None and weight.dim() == 2 and weight.numel() and weight.requires_grad:
                 copied = [gemm.backend.copied(gemm.module, role) for role in ("input", "grad_output")]
                 shape = (weight.shape[0], weight.shape[1])
                 self._gradients[gemm.name] = _Gradient(gemm, weight, not all(copied), keeps(gemm), shape, step)
