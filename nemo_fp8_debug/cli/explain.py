@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -58,7 +58,7 @@ from .console import (
 )
 
 Reference = Annotated[
-    Path | None, typer.Option(metavar="REFERENCE", help="the same run in BF16: tells whether precision is the cause")
+    str | None, typer.Option(metavar="REFERENCE", help="the same run in BF16: tells whether precision is the cause")
 ]
 EXAMPLES = {
     "compare": (
@@ -86,9 +86,9 @@ EXAMPLES = {
 
 
 def compare_command(
-    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folder of a run, or a folder above it")],
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="folder of a run, or a folder above it")],
     baseline: Annotated[
-        Path | None, typer.Option(metavar="BASELINE", help="a good run to compare with; required", show_default=False)
+        str | None, typer.Option(metavar="BASELINE", help="a good run to compare with; required", show_default=False)
     ] = None,
     reference: Reference = None,
     by: By = "step",
@@ -137,7 +137,7 @@ def compare_command(
         print_next_step(make_console(), command=["diagnose", str([*harmed, *run][0]), "--baseline", str(baseline), *also])
 
 
-def _read_runs(paths: list[Path], by: str) -> list[Run]:
+def _read_runs(paths: list[str], by: str) -> list[Run]:
     """Read several runs in parallel. Leave out samples of skipped steps, as `diagnose` does."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda path: Run.read(path, by).drop_skipped_steps(), paths))
@@ -287,9 +287,9 @@ _WIDEST, _EVENTS, _FINDINGS = 110, 10, 8
 
 
 def diagnose_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run to explain, or a folder above it")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="folder of the run to explain, or a folder above it")],
     baseline: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             "--baseline",
             "--good",
@@ -319,18 +319,18 @@ def diagnose_command(
     if as_json:
         print_json(found.to_json() | {"story": told})
     elif as_markdown:
-        against = f" against {', '.join(each.name for each in baseline)}" if baseline else ""
-        print(f"### {run.name}{against}: {told['headline']['title']}\n\n{write_markdown(told)}")
+        against = f" against {', '.join(PurePath(each).name for each in baseline)}" if baseline else ""
+        print(f"### {PurePath(run).name}{against}: {told['headline']['title']}\n\n{write_markdown(told)}")
     else:
         _print_diagnosis(found)
         _print_advice(found, run, baseline, reference)
 
 
-def _repeat_reference(reference: Path | None) -> list[str]:
+def _repeat_reference(reference: str | None) -> list[str]:
     return repeat_option("--reference", [reference] if reference else None)
 
 
-def _print_advice(found: Diagnosis, run: Path, baselines: Sequence[Path] | None, reference: Path | None) -> None:
+def _print_advice(found: Diagnosis, run: str, baselines: Sequence[str] | None, reference: str | None) -> None:
     """Print the advice and the command that writes its plan. Without advice, print the command that accepts or shows the
     run.
     """
@@ -392,9 +392,9 @@ _DEFAULT = Budget()
 
 
 def recommend_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run to fix, or a folder above it")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="folder of the run to fix, or a folder above it")],
     baseline: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             "--baseline",
             "--good",

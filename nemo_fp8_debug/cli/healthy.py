@@ -54,10 +54,10 @@ STATUS = {PASS: 0, FAIL: 1, CANNOT_TELL: 3}
 
 def gate_command(
     run: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="run folder, or a folder above it; several: seeds of one recipe")
+        list[str], typer.Argument(metavar="RUN...", help="run folder, or a folder above it; several: seeds of one recipe")
     ],
     baseline: Annotated[
-        list[Path],
+        list[str],
         typer.Option("--baseline", "--good", metavar="BASELINE", help="a good run; repeat it, once for each RUN"),
     ],
     max_gap: Annotated[str, typer.Option(metavar="PERCENT", help="maximum loss gap over the baseline, e.g. 0.5%")],
@@ -153,7 +153,7 @@ def _tell_missing(found: LossGate, unit: str) -> str:
 
 
 def learn_command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="folders of good runs")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUNS...", help="folders of good runs")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="output file, e.g. bands.parquet; must not exist")],
     as_json: AsJson = False,
 ) -> None:
@@ -178,7 +178,7 @@ def learn_command(
     print_next_step(out, command=["diagnose", "RUN", "--bands", str(output)])
 
 
-def _read_runs(runs: list[Path], over: Callable[[], None]) -> Iterator[Run]:
+def _read_runs(runs: list[str], over: Callable[[], None]) -> Iterator[Run]:
     for path in runs:
         yield Run.read(path)
         over()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -227,3 +228,17 @@ def test_a_terminal_without_unicode_gets_plain_characters(place: Path) -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
     done = subprocess.run(command, cwd=place / "runs", env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "------" in done.stdout and "2^-13.5" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", [["diagnose"], ["compare"], ["recommend"], ["gate", "--max-gap", "0.5%"]])
+def test_commands_read_runs_at_any_address(command: list[str], place: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for run in ("fp8", "baseline"):
+        memory.put(str(place / "runs" / run), f"/{run}", recursive=True)
+    name, *options = command
+    local, remote = (
+        CliRunner().invoke(app, [name, f"{folder}fp8", "--baseline", f"{folder}baseline", *options])
+        for folder in (f"{place}/runs/", "memory://")
+    )
+    assert remote.exit_code == local.exit_code
+    assert remote.output.splitlines()[0] == local.output.splitlines()[0]
