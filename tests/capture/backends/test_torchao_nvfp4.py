@@ -14,7 +14,7 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.capture.backends.base import UnknownCastError
-from nemo_fp8_debug.capture.backends.torchao import nvfp4
+from nemo_fp8_debug.capture.backends.torchao import casts
 from nemo_fp8_debug.capture.backends.torchao.casts import find_cast
 from nemo_fp8_debug.kernels import quantization_sums
 from nemo_fp8_debug.numerics.formats import E2M1
@@ -154,12 +154,12 @@ def test_what_is_not_known_of_a_layer_is_named(case: str) -> None:
 
 
 def test_a_release_whose_kernels_were_not_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvfp4, "RELEASES", ("0.17",))
+    monkeypatch.setattr(casts, "NVFP4_RELEASES", ("0.17",))
     with pytest.raises(UnknownCastError, match=r"NVFP4Linear of torchao 0\.18\.0.* is not supported"):
         find_cast(layer()[0], "weight")
 
 
 def test_every_attribute_of_the_release_that_is_installed_is_in_a_list() -> None:
     plain, module = vars(nn.Linear(1, 1)), NVFP4Linear(128, 128)
-    assert vars(module).keys() - plain.keys() == nvfp4.OPTIONS
-    assert module._buffers.keys() == nvfp4.BUFFERS
+    assert vars(module).keys() - plain.keys() == casts.NVFP4_OPTIONS
+    assert module._buffers.keys() == casts.NVFP4_BUFFERS

@@ -166,12 +166,12 @@ def _mxfp8_cast(module: Any, role: str) -> CastInUse:
 # the releases whose kernels we have read.
 
 #: releases of torchao whose NVFP4 kernels we have read
-_NVFP4_RELEASES = ("0.18",)
+NVFP4_RELEASES = ("0.18",)
 #: attributes and buffers that a `NVFP4Linear` has and a Linear does not have
-_NVFP4_OPTIONS = frozenset(
+NVFP4_OPTIONS = frozenset(
     ("kernel_preference", "process_group", "world_size", "tensor_parallel_style", "_rht_sign_vector_tuple")
 )
-_NVFP4_BUFFERS = frozenset(("_sr_seed", "_rht_sign_vector"))
+NVFP4_BUFFERS = frozenset(("_sr_seed", "_rht_sign_vector"))
 
 
 def find_nvfp4_cast(module: Any, role: str) -> CastInUse:
@@ -181,10 +181,10 @@ def find_nvfp4_cast(module: Any, role: str) -> CastInUse:
         UnknownCastError: `role` is dY, or a part of the module is not supported.
     """
     version = str(getattr(sys.modules.get("torchao"), "__version__", ""))
-    if ".".join(version.split(".")[:2]) not in _NVFP4_RELEASES:
+    if ".".join(version.split(".")[:2]) not in NVFP4_RELEASES:
         raise UnknownCastError(f"the NVFP4Linear of torchao {version} is not supported")
-    check_attributes(module, _NVFP4_OPTIONS)
-    if strange := sorted(module._buffers.keys() - _NVFP4_BUFFERS):
+    check_attributes(module, NVFP4_OPTIONS)
+    if strange := sorted(module._buffers.keys() - NVFP4_BUFFERS):
         raise UnknownCastError(f"its NVFP4Linear has an unsupported buffer {strange[0]!r}")
     if getattr(module.kernel_preference, "name", None) != "TRITON":
         raise UnknownCastError(f"unsupported value in its NVFP4Linear: kernel_preference={module.kernel_preference}")
