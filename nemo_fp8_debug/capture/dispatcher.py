@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -254,16 +254,9 @@ class EventDispatcher:
         else:
             x.register_hook(hook)
 
-    def watch_changed_gradient(self, x: torch.Tensor, guard: Guard, call: Callable[[torch.Tensor], None]) -> None:
-        """Call `call` with the gradient of a tensor as its autograd node gets it, after all hooks on the tensor.
-
-        Args:
-            x: a tensor that is not a leaf.
-        """
-        base, shape = x._base, x.shape
-        if base is not None and base.grad_fn and base.numel() == x.numel() and base.shape[-1:] == shape[-1:]:
-            x = base  # an operation in place on `x` takes the node of this view out of the graph
-        self.watch_autograd_node(x.grad_fn, guard, partial(_call_with_gradient, x.output_nr, shape, call))
+    def watch_changed_gradient(self, arrival: GradientNode, guard: Guard, call: Callable[[torch.Tensor], None]) -> None:
+        """Call `call` with the gradient of a tensor as its autograd node gets it, after all hooks on the tensor."""
+        self.watch_autograd_node(arrival.node, guard, partial(_call_with_gradient, arrival.number, arrival.shape, call))
 
     def watch_autograd_node(
         self, node: Any, guard: Guard, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
@@ -390,6 +383,23 @@ def _call_with_gradient(
     """Call a function with the gradient of one output of a node, if the gradient is defined."""
     if (gradient := gradients[number]) is not None:
         call(gradient if gradient.shape == shape else gradient.reshape(shape))
+
+
+class GradientNode(NamedTuple):
+    """The autograd node that gets the gradient of a tensor."""
+
+    node: Any
+    #: number of the tensor among the node's outputs
+    number: int
+    shape: torch.Size
+
+
+def find_gradient_node(x: torch.Tensor) -> GradientNode:
+    """Return the node that gets the gradient of a tensor, which is not a leaf."""
+    base, shape = x._base, x.shape
+    if base is not None and base.grad_fn and base.numel() == x.numel() and base.shape[-1:] == shape[-1:]:
+        x = base  # an operation in place on `x` takes the node of this view out of the graph
+    return GradientNode(x.grad_fn, x.output_nr, shape)
 
 
 def _queue(call: Callable[[], None], times: int) -> None:

@@ -15,7 +15,7 @@ Operands that exist only inside a module, as in Transformer Engine's LayerNormML
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from .backends.base import (
     make_unknown_cast,
     may_be_gathered_later,
 )
-from .dispatcher import EventDispatcher, ForwardPass, Guard, TorchMode
+from .dispatcher import EventDispatcher, ForwardPass, Guard, TorchMode, find_gradient_node
 from .gemms import Gemm
 from .operator_mode import AmaxReductionMode, Reduced, apply_shared_amax, defer_until_backward, defer_until_node
 from .optimizer_weights import MasterWeights, choose_measured_weight
@@ -100,6 +100,10 @@ class ReplicaSink(Protocol):
 
     def add_stored_weight(self, name: str, stored: StoredCodes) -> None:
         """Take a weight that is stored as codes."""
+
+
+#: receives a function that takes dY, and calls it when the cast of dY is known
+_Wait = Callable[[Callable[[Reduced], None]], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -352,14 +356,19 @@ class OperandCapture:
         # A hook lives until backward, so we keep only arguments that are not activations.
         small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
         read = self._cast_reader(one, call.kept.arguments, "grad_output", out)
-        node = backend.node(y) if read else None
-        waits = defer_until_backward if backend.shares_amax(watched.module) else defer_until_node
-        wait = waits(self._dispatcher, node) if node else None
-        see = partial(self._see_gradient, one, call, small, kwargs, read, wait)
+        waits = list[_Wait]()
+        see = partial(self._see_gradient, one, call, small, kwargs, read, waits)
+        arrival = find_gradient_node(y)
         if find_emulation(watched.module) is not None:  # emulation quantizes dY in a hook on Y
             self._dispatcher.watch_gradient(y, one.guard, see)
         else:
-            self._dispatcher.watch_changed_gradient(y, one.guard, see)
+            self._dispatcher.watch_changed_gradient(arrival, one.guard, see)
+        # Hooks of a node run in the order of their registration, so the hooks that wait come after ours.
+        node = backend.node(y) if read else None
+        if node and backend.shares_amax(watched.module):
+            waits.append(defer_until_backward(self._dispatcher, node))
+        elif node and node is not arrival.node:
+            waits.append(defer_until_node(self._dispatcher, node))
 
     def _see_gradient(
         self,
@@ -368,12 +377,12 @@ class OperandCapture:
         args: Args,
         kwargs: Kwargs,
         read: Callable[[Reduced], CastInUse] | None,
-        wait: Callable[[Callable[[Reduced], None]], None] | None,
+        waits: Sequence[_Wait],
         grad: torch.Tensor,
     ) -> None:
         dy = watched.gemm.backend.grad(grad, watched.gemm.module, args, kwargs, watched.gemm.part)
-        if dy is not None and wait:
-            wait(partial(self._take_gradient, watched, dy, call, read))
+        if dy is not None and waits:
+            waits[0](partial(self._take_gradient, watched, dy, call, read))
         elif dy is not None:
             self._take_gradient(watched, dy, call, read, ())
 
