@@ -206,8 +206,8 @@ def test_a_linear_of_others_is_not_believed() -> None:
     assert "beyond" not in outcomes(verified(model, squares(model, x)))
 
 
-def test_hooks_of_others_that_may_change_operands_leave_nothing_to_tell() -> None:
-    """Noise that a user adds to X, or a gradient that a user scales, is no fault of a kernel."""
+def test_hooks_of_others_that_change_operands_are_no_fault_of_a_kernel() -> None:
+    """A pre-hook may change X and W, so nothing is told. A hook on Y changes dY before we read it, so all is checked."""
     model, x = mlp(), torch.randn(160, 64).bfloat16()
     handle = model.get_submodule("2").register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
     found = {(row["layer"], row["product"]): row for row in verified(model, squares(model, x))}
@@ -217,12 +217,7 @@ def test_hooks_of_others_that_may_change_operands_leave_nothing_to_tell() -> Non
     handle.remove()
     model.get_submodule("2").register_forward_hook(lambda module, args, out: out.register_hook(lambda dy: 2 * dy) and None)
     found = {(row["layer"], row["product"]): row for row in verified(model, squares(model, x))}
-    assert {product: found["2", product]["outcome"] for product in PRODUCTS} == {
-        "fprop": "within",
-        "dgrad": "unknown",
-        "wgrad": "unknown",
-    }
-    assert "changed dY after it was observed" in found["2", "wgrad"]["reason"]
+    assert {found["2", product]["outcome"] for product in PRODUCTS} == {"within"}
 
 
 class Halved(torch.autograd.Function):
