@@ -148,7 +148,7 @@ class _Module:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return _SKIPPED  # each replay of the CUDA graph would count again, in reused memory
         if torch._C._current_graph_task_id() != -1:  # inside backward, so this is a recompute
-            # Within the recompute of a reentrant checkpoint, another one runs its first forward again, without gradients.
+            # Within the recompute of a reentrant checkpoint, a nested one runs its first forward again, under `no_grad`.
             if self.has_counted or not torch.is_grad_enabled():
                 return _SKIPPED
             if not self.waiting:

@@ -102,7 +102,7 @@ class ReplicaSink(Protocol):
         """Take a weight that is stored as codes."""
 
 
-#: receives a function that takes dY, and calls it when the cast of dY is known
+#: takes a callback, and calls it with the reductions of amaxes when the cast of dY is known
 _Wait = Callable[[Callable[[Reduced], None]], None]
 
 
@@ -137,7 +137,7 @@ class _WatchedModule:
     backend: FrameworkBackend
     gemms: list[_WatchedGemm]
     #: whether we observe X only after the forward, when all hooks have changed it and its cast is known. Emulation changes X
-    #: in a hook too, so there we observe X before
+    #: in a hook too, so under emulation we observe X before the forward
     takes_inputs_later: bool
     #: whether ranks may share the amax of the module's casts
     shares_amax: bool

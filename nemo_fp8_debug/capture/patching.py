@@ -55,7 +55,7 @@ def explain_function_modes() -> str:
         return ""
     modes: Any = torch.overrides._get_current_function_mode_stack()
     names = [type(mode).__name__ for mode in modes if type(mode).__module__ not in _HARMLESS_MODES]
-    return f"the torch function mode {names[0]} may change or quantize its operands" if names else ""
+    return f"the torch function mode {names[0]} may change or quantize operands" if names else ""
 
 
 #: called with what was observed; must not raise an exception

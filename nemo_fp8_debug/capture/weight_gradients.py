@@ -301,7 +301,7 @@ def _call_first(original: Callable[..., Any], tell: Callable[[Any], None], *argu
     return result
 
 
-# What shards or sums gradients -----------------------------------------------------------------------------------------
+# Sharded parameters and DDP ---------------------------------------------------------------------------------------------
 
 
 def find_active_ddp() -> Any:

@@ -86,7 +86,7 @@ EXAMPLES = {
 
 
 def compare_command(
-    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="folder of a run, or a folder above it")],
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="folder or address of a run, or a folder above it")],
     baseline: Annotated[
         str | None, typer.Option(metavar="BASELINE", help="a good run to compare with; required", show_default=False)
     ] = None,
@@ -287,7 +287,7 @@ _WIDEST, _EVENTS, _FINDINGS = 110, 10, 8
 
 
 def diagnose_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="folder of the run to explain, or a folder above it")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="folder or address of the run to explain, or a folder above it")],
     baseline: Annotated[
         list[str] | None,
         typer.Option(
@@ -392,7 +392,7 @@ _DEFAULT = Budget()
 
 
 def recommend_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="folder of the run to fix, or a folder above it")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="folder or address of the run to fix, or a folder above it")],
     baseline: Annotated[
         list[str] | None,
         typer.Option(

@@ -54,7 +54,10 @@ STATUS = {PASS: 0, FAIL: 1, CANNOT_TELL: 3}
 
 def gate_command(
     run: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="run folder, or a folder above it; several: seeds of one recipe")
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="folder or address of a run, or a folder above it; several: seeds of one recipe"
+        ),
     ],
     baseline: Annotated[
         list[str],

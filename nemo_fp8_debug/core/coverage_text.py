@@ -28,9 +28,9 @@ def describe_unobserved(coverage: object, above: float = -1.0) -> str:
         return ""
     reasons = coverage.get("not_observed")
     told = list(_reasons(reasons)) if isinstance(reasons, Mapping) else []
-    what = "the multiply-adds per token of known modules"
+    what = "the multiply-adds per token in known modules"
     if not isinstance(share, (int, float)):
-        return f"it is not known how much of the model is observed{_because(told)}"
+        return f"it is unknown how much of the model is observed{_because(told)}"
     if share == 0:
         return f"all of {what} are observed" + (f". Not observed{_because(told)}" if told else "")
     return f"{_percent(share)} of {what} are not observed{_because(told)}"

@@ -64,7 +64,7 @@ class Table:
 
     Attributes:
         name: name of its folder in the record.
-        columns: type of each column, by name and in order. Types are names of `COLUMN_TYPES`.
+        columns: type of each column, by name and in order. Types are names of `_ARROW` in `record/schema.py`.
         metrics: metrics that the tab offers and only this table has, by column.
         roles: roles of the tensors in its rows if the tab shows a map of the table, otherwise empty.
         histograms: name of the table with histograms of the same tensors, or "".

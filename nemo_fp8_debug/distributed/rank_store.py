@@ -230,7 +230,7 @@ class MonitoredRanks:
         return f"word-{self._words}"
 
     def sum_over_ranks(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `Totals.sum_over_ranks`."""
+        """See `ScalarReducer.sum_over_ranks`."""
 
         def connect(limit: float) -> GlooGroup:
             return self.make_gloo_group("everyone", range(self.world), patience.LONGEST, limit)

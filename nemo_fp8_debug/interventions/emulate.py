@@ -228,7 +228,7 @@ class Emulation:
         for gemm in self._gemms:
             self._handles += gemm.attach()
         if self.states:
-            # Torch keeps this hook for the process, so it must not keep the model alive.
+            # This hook lasts until the process ends, so it must not keep the model alive.
             self._handles.append(register_optimizer_step_post_hook(partial(_count_step, weakref.ref(self))))
 
     def detach(self) -> None:

@@ -37,9 +37,9 @@ PRODUCTS: dict[str, tuple[Side, Side]] = {
 SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
 
 _GOLDEN = (5**0.5 - 1) / 2
-#: for rows and for columns: a prime p, and a multiplier near 0.618 p (the golden ratio). If we sample every d steps, p
-#: samples reach all places of a part with at most p / 2 places, unless p divides d. Rows and columns have different primes,
-#: so that each row is sampled together with each column
+#: for rows and for columns: a prime p, and a multiplier near 0.618 p (the golden ratio). We sample every d steps. If a part
+#: has at most p / 2 places, p samples reach all of them, unless p divides d. Rows and columns have different primes, so that
+#: each row is sampled together with each column
 _DIGITS = ((59, 36), (53, 33))
 
 

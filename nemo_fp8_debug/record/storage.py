@@ -131,7 +131,7 @@ class FolderStorage:
         """Return a storage for a run to write to. `RequestLimits` apply to remote requests.
 
         Raises:
-            ConfigError: as for `Storage(address)`.
+            ConfigError: as for `FolderStorage(address)`.
         """
         storage = cls(address)
         storage._limits = None if storage.is_local else RequestLimits()

@@ -48,8 +48,8 @@ _ENGINES = {
 }
 ENGINES = tuple(_ENGINES)
 
-#: the rule of `parts.Owners` in SQL: read the rows of a step from one part, a merged part if there is one; among several
-#: parts, read the first by folder and name
+#: the rule of `parts.EffectiveParts` in SQL: read the rows of a step from one part, a merged part if there is one; among
+#: several parts, read the first by folder and name
 _PLACE = """concat(
     CASE WHEN regexp_extract(file, '([^/]+)$', 1) LIKE 'attempt-%-steps-%' THEN '0' ELSE '1' END,
     CASE WHEN regexp_extract(file, '([^/]+)/[^/]+$', 1) = '{table}' THEN '0' ELSE '1' END,

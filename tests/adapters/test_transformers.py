@@ -204,7 +204,7 @@ def test_a_run_too_short_for_its_interval_is_told_once(tmp_path: Path, capsys: p
     assert "no step of this run will be sampled: it takes steps 1 to 6, and every 100 steps is sampled" in message
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nemo_fp8_debug: ")]
     assert lines[0].endswith(f"GEMMs, every 100 steps, to {tmp_path}/fp8_debug")
-    assert "all of the multiply-adds per token of known modules are observed" in lines[1]
+    assert "all of the multiply-adds per token in known modules are observed" in lines[1]
     assert lines[2:] == [f"nemo_fp8_debug: recorded 0 samples in {tmp_path}/fp8_debug."]
 
 

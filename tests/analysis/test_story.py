@@ -229,7 +229,7 @@ class TestStripOfText:
         assert rate.index("▼") < loss.index("▼") < x.index("3") == gradient.index("◆") == width - 1
         assert abs(loss.index("▼") - (rate.index("▼") + width - 1) / 2) <= 1
         assert axis.split()[0] == "step" and axis.split()[1] == "100" and axis.split()[-1] == "200"
-        assert legend == "◆ scale  ● values  ▼ begins  2 to 9, +: number of events"
+        assert legend == "◆ scale  ● values  ▼ begins  2 to 9: number of events, +: 10 or more"
 
     def test_nothing_and_a_single_step(self) -> None:
         assert draw_event_strip([]) == ""

@@ -105,7 +105,7 @@ def test_a_plan_is_no_changed_recipe(tmp_path: Path, good: Path) -> None:
     run = train(tmp_path / "planned", recipe="delayed(amax_history_len=4)", plan=plan)
     found = diagnose(run, good)
     assert found.cause == "none"
-    assert "A plan chose the recipe of X of blocks.1.fc2. This is no fault." in found.notes
+    assert "A plan chose the recipe of X of blocks.1.fc2. This difference from the run's recipe is intended." in found.notes
 
 
 def test_a_single_weight_that_shrinks_is_named_whatever_its_history(tmp_path: Path) -> None:

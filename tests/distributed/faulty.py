@@ -131,7 +131,7 @@ def breaks_off(run: Run, step: int) -> None:
 
 def a_hook_fails(run: Run, step: int) -> None:
     if run.rank == 1 and run.watched and step == 4:
-        run.fault = raising(OperandAccumulator, "add")
+        run.fault = raising(OperandAccumulator, "add_tensor")
         run.fault.__enter__()
     elif run.rank == 1 and run.watched and step == -4:
         run.fault.__exit__(None, None, None)

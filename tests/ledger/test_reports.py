@@ -33,7 +33,7 @@ class TestRuns:
     def test_a_model_that_is_not_all_observed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         layers = ["linear1", "linear2", "head"]
         runs = [recorded(tmp_path / name, ViT(), (2, 3, 16, 16), layers) for name in ("a", "b")]
-        said = "49.0% of the multiply-adds per token of known modules are not observed: left out by the option layers (4, "
+        said = "49.0% of the multiply-adds per token in known modules are not observed: left out by the option layers (4, "
         assert f"nemo_fp8_debug: {said}" in capsys.readouterr().out
         assert any(said in note for note in compare(*runs).notes)
         assert any(note.startswith(said) for note in diagnose(runs[0]).notes)
@@ -41,7 +41,7 @@ class TestRuns:
     def test_a_model_that_is(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         runs = [recorded(tmp_path / name, linear(), (4, 8)) for name in ("a", "b")]
         lines = capsys.readouterr().out.splitlines()
-        assert "nemo_fp8_debug: all of the multiply-adds per token of known modules are observed" in lines
+        assert "nemo_fp8_debug: all of the multiply-adds per token in known modules are observed" in lines
         assert not [note for note in (*compare(*runs).notes, *diagnose(runs[0]).notes) if "multiply-adds" in note]
 
     def test_the_fingerprint_has_totals_and_first_names(self) -> None:

@@ -17,6 +17,7 @@ import polars as pl
 from ...core.keys import SHOWN_AS
 from ...core.scale_sources import QUANTIZED, describe_quantization
 from ...core.table import load_feature_modules
+from ...core.text import format_count
 from .. import thresholds
 from ..comparison.compare import Comparison
 from ..comparison.onset import IN_A_ROW
@@ -211,8 +212,8 @@ class DiagnosisResult:
             return []
         layer, role = planned[0]
         first = f"{SHOWN_AS.get(role, role)} of {layer}"
-        more = f" and {len(planned) - 1} other operands" if len(planned) > 1 else ""
-        return [f"A plan chose the recipe of {first}{more}. This is no fault."]
+        more = f" and {format_count(len(planned) - 1, 'other operand')}" if len(planned) > 1 else ""
+        return [f"A plan chose the recipe of {first}{more}. This difference from the run's recipe is intended."]
 
     def _list_unsampled(self) -> list[str]:
         apart, unit = measure_sampling_interval(self.run.metrics.steps), self.run.unit
@@ -234,7 +235,7 @@ _NO_EVIDENCE = ("recipe", "nonfinite", "rate", "nothing")
 
 
 def state_harm(loss: LossOutcome, stopped_at: int | None, decision: Decision, sampled: Ints) -> str:
-    """Return the harm that a verdict states; see `Answer.harm`.
+    """Return the harm that a verdict states; see `DiagnosisResult.harm`.
 
     If the baseline saw other batches, a gap means likely harm under three conditions: the gap is surely above 0 and exceeds
     the limit, a lasting fault may explain the gap, and the gap did not exist before the fault.

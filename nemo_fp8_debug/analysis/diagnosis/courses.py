@@ -26,8 +26,8 @@ class LayerTimeline:
     first: int
 
     def find_lasting_exit(self, out: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
-        """Return the first index from which two consecutive samples are True in `out`, or None if there is no such index. If
-        it is the last sample, this sample alone is enough.
+        """Return the first index from which two consecutive samples are True in `out`, or None if there is no such index. At
+        the last sample, a single True is enough.
         """
         judged = out.copy()
         judged[: self.first] = False

@@ -39,8 +39,8 @@ def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "", is_
     """
     look = advise_on_producer(layer, role) if layer and role else f"Look at what computes {what}."
     if not layer and not is_sampled:
-        unseen = "no operand was sampled at that step, so any layer may be the source"
-        return f"Resume before it with `interval=1`: {unseen}, or what computes {what}. No recipe fixes NaN."
+        unseen = f"No operand was sampled at that step, so the source may be any layer or what computes {what}."
+        return f"Resume from a checkpoint before that step with `interval=1`. {unseen} No recipe fixes NaN."
     return f"{look} No recipe fixes NaN. `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
 
 
@@ -134,8 +134,8 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "shrinking_weight": Cause(
         "weights",
-        "it shrinks faster than under any weight decay in use",
-        "Look at the weight decay of its parameter group, and what else writes this weight.",
+        "its values shrink faster than under any weight decay in use",
+        "Look at the weight decay of this weight's parameter group, and at what else writes the weight.",
     ),
     "frozen_weights": Cause(
         "weights",

@@ -206,7 +206,7 @@ def _tell_doubt(found: DiagnosisResult) -> str:
 
 def _name_finding(found: Finding, unit: str) -> str:
     where, means = found.tensor_name or found.layer, CAUSES[found.cause].means
-    if found.cause in ("unknown", "software", "changed_recipe") or (where is None and means.startswith(("its ", "it "))):
+    if found.cause in ("unknown", "software", "changed_recipe") or (where is None and means.startswith("its ")):
         means = found.evidence
     is_told = found.since is None or (where is None and str(found.since) in means)
     since = "" if is_told else f" since {unit} {found.since}"
@@ -313,7 +313,7 @@ def tell_advice(found: DiagnosisResult, fix: TensorFix | None) -> list[str]:
     if found.loss.is_far_below:
         return ["Compare the data of both runs, batch by batch.", *told]
     if not found.run.loss.has_enough_losses:
-        return ["Record the loss of each step: report(loss=loss) in a loop, `self.log` in a LightningModule.", *told]
+        return ["Record the loss of each step: `report(loss=loss)` in a loop, `self.log` in a LightningModule.", *told]
     # Unusual findings come second, because healthy runs may show them.
     ask = "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
     if found.baseline is not None:

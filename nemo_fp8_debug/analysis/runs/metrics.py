@@ -493,7 +493,7 @@ def _find_largest(weights: MetricsTable, whole: bool = False) -> Ints:
 def _gather_rows(
     columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame], metrics: MetricsTable
 ) -> pl.DataFrame:
-    """See `Metrics.reduce_rows`."""
+    """See `MetricsTable.reduce_rows`."""
     found = gather(metrics.none(columns))
     for rows in metrics.read_rows_in_batches(columns):
         found = gather(pl.concat([found, gather(rows.with_columns(count=pl.lit(1, pl.Int64)))], how="diagonal"))

@@ -100,7 +100,7 @@ def draw_event_strip(events: Sequence[Mapping[str, Any]], width: int = 80, unit:
     lines = [f"{row:<{margin}}{_marks([e for e in events if e['row'] == row], place, columns)}" for row in present]
     legend = [f"{mark} {means}" for mark, means in _LEGEND.items() if mark in {_mark(event["kind"]) for event in events}]
     if any(set(line[margin:]) & set("123456789+") for line in lines):
-        legend.append("2 to 9, +: number of events")
+        legend.append("2 to 9: number of events, +: 10 or more")
     lines.append(f"{unit:<{margin}}{_axis(steps, place, columns)}")
     lines.append("  ".join(legend))
     return "\n".join(line.rstrip() for line in lines)

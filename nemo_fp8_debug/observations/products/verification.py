@@ -22,7 +22,7 @@ REASONS = (
     "one of its operands, or its result, exists only inside its module",
     "it multiplies a copy of an operand that is transformed first, or whose cast is not known",
     "its weight is stored in blocks, with a copy for this product that was not read",
-    "a foreign hook may change X or W after they were observed",
+    "a foreign hook may change X or W",
     "a foreign hook changed dY after it was observed",
     "it is unknown how ranks add up its gradient",
     "ranks did not add up its gradient in this step",

@@ -138,7 +138,7 @@ def _recommend(found: Diagnosis) -> tuple[Recommendation | None, list[str]]:
 
 
 def _list_snippets(found: Recommendation) -> list[dict[str, Any]]:
-    """Return the files with the changes, the plan first. Each has name, about, text and coarser."""
+    """Return the files with the changes, the plan first. Each has the keys `name`, `about`, `text` and `coarser`."""
     from ...analysis.recommendation.snippets import PLAN, make_snippets
 
     made = [asdict(snippet) for snippet in make_snippets(found)]

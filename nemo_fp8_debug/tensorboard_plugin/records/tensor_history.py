@@ -83,7 +83,7 @@ def _of_part(
 
 
 class TextsSoFar:
-    """Strings of a tensor, each read only once. Footers show which samples have the same string.
+    """Strings of a tensor, each read only once. The footers of the Parquet parts show which samples have the same string.
 
     Parts are read in any order, so keys represent strings until all parts are read.
     """

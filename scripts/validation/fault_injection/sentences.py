@@ -461,7 +461,11 @@ _TABLE: list[tuple[str, str, Check | None]] = [
         "(?:a factor of #times on top of the loss scale|is zero|gets no token) from @onset on",
         None,
     ),
-    ("norm moves", f"norm is {_TIMES} what it was from @onset on", lambda c: _check_factor(c, "gradient_sum", 0.5)),
+    (
+        "norm moves",
+        f"rom @onset on, the gradient norm is {_TIMES} its earlier value",
+        lambda c: _check_factor(c, "gradient_sum", 0.5),
+    ),
     ("multiplied where", "(?P<after>no dY moves with it)|dY of all layers moves with it", _check_where_multiplied),
     ("zero", r"[Ff](?:rom|irst at) @by(?: to the end)?, \w+ is zero in (?:all )?#some(?: of #all_of)?", None),
     ("stand still", r"#some of #all_of W(?: of \S+)? (?:are the same in all samples|stand still since @earlier)", None),

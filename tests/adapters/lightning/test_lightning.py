@@ -96,7 +96,7 @@ def test_lines_at_the_start_and_the_end_name_the_folders(tmp_path: Path, capsys:
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nemo_fp8_debug: ")]
     assert lines == [
         f"nemo_fp8_debug: recording 2 GEMMs, every 3 steps, to {tmp_path}/run/fp8_debug",
-        "nemo_fp8_debug: all of the multiply-adds per token of known modules are observed",
+        "nemo_fp8_debug: all of the multiply-adds per token in known modules are observed",
         f"nemo_fp8_debug: recorded 2 samples in {tmp_path}/run/fp8_debug. "
         f"View: tensorboard --logdir {tmp_path}/run or nemo-fp8-debug diagnose {tmp_path}/run/fp8_debug",
     ]

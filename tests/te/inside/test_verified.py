@@ -161,7 +161,7 @@ def test_a_gradient_that_a_hook_changes_accuses_no_kernel(tmp_path: Path, recipe
     model.register_forward_hook(lambda module, args, out: out.register_hook(lambda dy: 2 * dy) and None)
     found = rows_of(tmp_path, model, recipe)
     outcomes = {product: set(found.filter(product=product)["outcome"]) for product in ("fprop", "dgrad", "wgrad")}
-    assert outcomes == {"fprop": {"within"}, "dgrad": {"unknown"}, "wgrad": {"unknown"}}
+    assert set.union(*outcomes.values()) == {"within"}
 
 
 def lora_of_nemo() -> nn.Module:

@@ -263,7 +263,7 @@ def find_norm(facts: Facts) -> Iterator[Finding]:
     if move is not None and not _has_other_reason(norms, facts, move.step):
         times = 2**move.bits
         what = f"{format_number(times)} times" if times > 1 else f"1/{format_number(1 / times)} of"
-        evidence = f"the gradient norm is {what} what it was from {facts.unit} {move.step} on, at once and steadily"
+        evidence = f"from {facts.unit} {move.step} on, the gradient norm is {what} its earlier value, at once and steadily"
         where = _where(norms, move)
         cause = ("unknown", "hint") if where is None else ("multiplier", "clear")
         yield Finding("gradient norm", *cause, f"{evidence}; {where}" if where else evidence, since=move.step, is_exact=True)

@@ -175,12 +175,12 @@ def _explain(suspect: Suspect, facts: Facts) -> Finding:
         if not suspect.cut_off:
             again = _count_returns(suspect)
             ends = f"it lasted for {format_count(suspect.samples, 'sample')}, a transient"
-            ends = f"the same in {format_count(again, 'later sample')}" if again else ends
+            ends = f"the same happened in {format_count(again, 'later sample')}" if again else ends
             found = replace(found, evidence=f"{found.evidence}; {ends}", is_transient=not again)
         # A single batch may have far larger gradients than others, and a delayed scale reacts late.
         if suspect.role in GRADIENTS and found.cause in ("clipping", "underflow"):
             found = replace(found, strength="hint")
-    # If the scale is not to blame, a different seed may explain more underflow.
+    # If the scale is not to blame, a different seed may be the reason for a higher underflow.
     other_values = suspect.baseline is not None and not facts.has_same_batches and suspect.excess < thresholds.OTHER_BATCHES
     if by_values and found.cause == "underflow" and other_values:
         found = replace(found, strength="hint")

@@ -146,7 +146,7 @@ def find_jumps(facts: Facts) -> Iterator[Finding]:
     together = sum(each.since == first.since and each.role == first.role for each in jumps)
     times = format_number(2.0 ** abs(first.bits))
     what = f"became {times} times {'larger' if first.bits > 0 else 'smaller'}"
-    evidence = f"its values {what} from one sample to the next, and stay so"
+    evidence = f"its values {what} from one sample to the next, and did not return"
     of_most = together > thresholds.MOST * len(facts.tensors.filter(role=first.role))
     yield Finding(
         *("value jump", "value_jump", "hint" if of_most else "clear", evidence),
@@ -189,7 +189,7 @@ def _jumps_of(grid: MetricGrid) -> list[ValueJump]:
 def _lasting_rise(levels: Floats) -> Floats:
     """Return, for each sample, by how much all levels from this sample on exceed all earlier levels, [T, S]; NaN if unknown.
 
-    Leave out the first and the last samples, because a median needs some samples on either side.
+    Leave out the first and the last samples, because a jump must last for some samples on either side.
     """
     before = np.fmax.accumulate(levels, axis=1)[:, thresholds.FEW - 1 : -thresholds.IN_A_ROW]
     after = np.fmin.accumulate(levels[:, ::-1], axis=1)[:, ::-1][:, thresholds.FEW : 1 - thresholds.IN_A_ROW or None]

@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from ....core.layer_names import find_expert_aggregate
-from ....core.text import format_number
+from ....core.text import format_count, format_number
 from ... import thresholds
 from ...comparison.drift import parse_layer_index
 from ...runs.grid import Floats, Ints, split_into_constant_stretches
@@ -91,7 +91,7 @@ def _of_stretch(level: Level, together: Callable[[Floats], Result], operands: Me
 
 
 _RANGE = "dynamic_range_log2"
-#: smallest decrease (natural log) between two samples that we keep of single layers, so that memory stays small
+#: to save memory, we keep the decrease of a single layer between two samples only if it is at least this (natural log)
 _FALL = 0.01
 
 
@@ -99,13 +99,13 @@ _FALL = 0.01
 
 
 class Decays(NamedTuple):
-    """The weight decays between consecutive samples, as far as they explain how weights shrink."""
+    """Weight decays between consecutive samples, and the layers whose weight shrinks alone."""
 
     #: the later sample of each pair
     steps: Ints
     #: decay of most layers
     most: Floats
-    #: for each layer that shrinks a lot and in the baseline does not: name, and index of the pair in which it begins to
+    #: layers that shrink to less than a quarter, but not in the baseline: name, and index of the pair at which this begins
     shrunk: Sequence[tuple[str, int]]
     #: decays of most layers in the baseline; empty without a baseline
     baseline: Floats
@@ -140,7 +140,11 @@ def find_decay(facts: Facts) -> Iterator[Finding]:
         for layer, at in sorted(shrunk, key=lambda each: each[1])[:1]:
             step = int(steps[at])
             evidence = f"its root mean square falls to less than a quarter from {facts.unit} {step} on"
-            evidence += f", as in {len(shrunk) - 1} other layers" if len(shrunk) > 1 else "; other layers keep their size"
+            evidence += (
+                f", as in {format_count(len(shrunk) - 1, 'other layer')}"
+                if len(shrunk) > 1
+                else "; no other layer shrinks as much"
+            )
             yield Finding("weight decay", "shrinking_weight", "clear", evidence, layer, "weight", step)
         return
     first = int(np.argmax(shrinks))
@@ -167,7 +171,8 @@ def _decays(run: Run) -> tuple[Ints, Floats, list[tuple[str, int]]]:
 
 
 def _find_shrunk(found: Sequence[Mapping[int, float]], rates: Floats) -> Iterator[tuple[int, int]]:
-    """Yield each layer whose weight shrinks to less than a quarter faster than any usual weight decay, and where it begins.
+    """Yield each layer whose weight shrinks to less than a quarter, faster than under any usual weight decay, and the pair
+    at which this begins.
 
     Args:
         found: decrease (natural log) of each layer that shrinks, by layer, for each pair of samples.

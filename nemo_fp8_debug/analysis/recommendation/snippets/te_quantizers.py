@@ -131,7 +131,7 @@ def change_module(name: str, casts: Casts, findings: Sequence[TensorFix]) -> Cha
         made = _apply_options(casts, options)
         if _can_be_multiplied(made):
             return ChangedModule(name, *_without_nested_delays(name, made, _tell_differences(name, findings, options)))
-    raise AssertionError("BF16 can always be multiplied")
+    raise AssertionError("a GEMM with both operands in BF16 always works")
 
 
 def _list_options(findings: Sequence[TensorFix]) -> list[CastOption]:

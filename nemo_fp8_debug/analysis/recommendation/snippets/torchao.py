@@ -109,7 +109,7 @@ def _changed(
         made = _applied(config, {f.role: o for f, o in zip(findings, options, strict=True)})
         if _can_be_multiplied(made):
             return _without_gather(layer, made, list(_coarser(findings, options)))
-    raise AssertionError("BF16 can always be multiplied")
+    raise AssertionError("a GEMM with both operands in BF16 always works")
 
 
 def _menu(finding: TensorFix) -> list[CastOption]:

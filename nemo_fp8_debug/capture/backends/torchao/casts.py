@@ -154,7 +154,7 @@ def _mxfp8_cast(module: Any, role: str) -> CastInUse:
 
 # NVFP4Linear -----------------------------------------------------------------------------------------------------------
 #
-# Find how torchao's `NVFP4Linear` casts: its scales, and which codes cannot be determined.
+# How torchao's `NVFP4Linear` casts: its scales, and the codes that cannot be determined.
 #
 # | product | operands |
 # |---|---|
@@ -167,7 +167,7 @@ def _mxfp8_cast(module: Any, role: str) -> CastInUse:
 
 #: releases of torchao whose NVFP4 kernels we have read
 NVFP4_RELEASES = ("0.18",)
-#: attributes and buffers that a `NVFP4Linear` has and a Linear does not have
+#: attributes and buffers that an `NVFP4Linear` has and a Linear does not have
 NVFP4_OPTIONS = frozenset(
     ("kernel_preference", "process_group", "world_size", "tensor_parallel_style", "_rht_sign_vector_tuple")
 )

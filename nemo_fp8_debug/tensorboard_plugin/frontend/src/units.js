@@ -34,7 +34,7 @@ export const inUnit = (value, unit) => (value != null && unit === 'log2' ? 2 ** 
 /** Format a power of two. */
 export const powerOfTwo = (exponent) => `2^${number(Number(exponent.toFixed(2)), 4)}`;
 
-/** Format a ratio, given its log2, like `format_power`. */
+/** Format a ratio, given its log2, like `format_power_of_two`. */
 export function factor(exponent, digits = number) {
   if (exponent == null || Number.isNaN(exponent)) return '-';
   const isExtreme = Number.isFinite(exponent) && !(exponent >= Math.log2(1e-4) && exponent < Math.log2(1e6));
