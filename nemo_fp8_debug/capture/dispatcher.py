@@ -123,7 +123,7 @@ class _Module:
     It consists of few objects, because each additional object makes garbage collection slower.
     """
 
-    __slots__ = ("calls", "has_counted", "observers", "ready", "returned", "waiting")
+    __slots__ = ("calls", "has_counted", "observers", "ready", "returned", "skipped", "waiting")
 
     def __init__(self) -> None:
         self.observers: Sequence[_Observer] = ()
@@ -132,6 +132,8 @@ class _Module:
         self.calls: list[_Call] = []
         #: passes under `no_grad` whose recompute may still come, in order
         self.waiting: Sequence[dict[_Observer, ForwardPass]] = ()
+        #: number of passes under `no_grad` in `eval()` whose recompute may still come
+        self.skipped = 0
         #: whether a pass outside of backward has counted, so that a recompute must not count
         self.has_counted = False
 
@@ -152,11 +154,13 @@ class _Module:
             if self.has_counted or not torch.is_grad_enabled():
                 return _SKIPPED
             if not self.waiting:
-                return _COUNTED  # the first forward was skipped, because the module is in `eval()`
+                self.skipped -= 1
+                return _COUNTED if self.skipped >= 0 else _SKIPPED
             call.passes, *self.waiting = self.waiting
             return _AGAIN
         if not torch.is_grad_enabled():
             if not module.training:
+                self.skipped = max(self.skipped, 0) + 1
                 return _SKIPPED
             self.waiting = [*self.waiting, call.passes]
             return _FIRST
@@ -254,9 +258,31 @@ class EventDispatcher:
         else:
             x.register_hook(hook)
 
-    def watch_changed_gradient(self, arrival: GradientNode, guard: Guard, call: Callable[[torch.Tensor], None]) -> None:
-        """Call `call` with the gradient of a tensor as its autograd node gets it, after all hooks on the tensor."""
-        self.watch_autograd_node(arrival.node, guard, partial(_call_with_gradient, arrival.number, arrival.shape, call))
+    def watch_changed_gradient(
+        self, arrival: GradientNode, guard: Guard, call: Callable[[torch.Tensor], None], is_last: bool = True
+    ) -> None:
+        """Call `call` with the gradient of a tensor as its autograd node gets it, after all hooks on the tensor.
+
+        Args:
+            is_last: whether to call it also after other hooks on the node, if the node is written in Python.
+        """
+        see = partial(_call_with_gradient, arrival.number, arrival.shape, call)
+        try:
+            node = weakref.ref(arrival.node)
+        except TypeError:
+            is_last = False  # a node written in C++
+        if not is_last:
+            self.watch_autograd_node(arrival.node, guard, see)
+            return
+
+        def watch_node(*_: Any) -> None:
+            if waiting and (found := node()) is not None:
+                waiting.clear()
+                self.watch_autograd_node(found, guard, see)
+
+        # Hooks of a node run in the order of their registration, so we add ours when the gradient arrives.
+        waiting = [True]
+        self.watch_gradient(arrival.tensor, guard, watch_node)
 
     def watch_autograd_node(
         self, node: Any, guard: Guard, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
@@ -389,6 +415,8 @@ class GradientNode(NamedTuple):
     """The autograd node that gets the gradient of a tensor."""
 
     node: Any
+    #: a tensor whose hooks see the gradient before the node does
+    tensor: torch.Tensor
     #: number of the tensor among the node's outputs
     number: int
     shape: torch.Size
@@ -399,7 +427,7 @@ def find_gradient_node(x: torch.Tensor) -> GradientNode:
     base, shape = x._base, x.shape
     if base is not None and base.grad_fn and base.numel() == x.numel() and base.shape[-1:] == shape[-1:]:
         x = base  # an operation in place on `x` takes the node of this view out of the graph
-    return GradientNode(x.grad_fn, x.output_nr, shape)
+    return GradientNode(x.grad_fn, x, x.output_nr, shape)
 
 
 def _queue(call: Callable[[], None], times: int) -> None:

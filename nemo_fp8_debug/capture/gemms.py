@@ -73,6 +73,9 @@ def is_observed_in_forward(gemm: Gemm) -> bool:
         return False
     if is_weight_computed(gemm.module):
         return True
+    # The replacement may multiply in a function of autograd, inside which operators show no gradient.
+    if gemm.backend.explain_replaced_product():
+        return False
     foreign = not gemm.backend.has_own_fp8 and bool(gemm.backend.foreign(gemm.module))
     return foreign and is_plain_tensor(read_raw_weight(gemm.module))
 

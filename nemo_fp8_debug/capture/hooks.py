@@ -362,7 +362,7 @@ class OperandCapture:
         if find_emulation(watched.module) is not None:  # emulation quantizes dY in a hook on Y
             self._dispatcher.watch_gradient(y, one.guard, see)
         else:
-            self._dispatcher.watch_changed_gradient(arrival, one.guard, see)
+            self._dispatcher.watch_changed_gradient(arrival, one.guard, see, not backend.shares_amax(watched.module))
         # Hooks of a node run in the order of their registration, so the hooks that wait come after ours.
         node = backend.node(y) if read else None
         if node and backend.shares_amax(watched.module):

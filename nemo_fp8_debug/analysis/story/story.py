@@ -100,9 +100,14 @@ def draw_event_strip(events: Sequence[Mapping[str, Any]], width: int = 80, unit:
     lines = [f"{row:<{margin}}{_marks([e for e in events if e['row'] == row], place, columns)}" for row in present]
     legend = [f"{mark} {means}" for mark, means in _LEGEND.items() if mark in {_mark(event["kind"]) for event in events}]
     if any(set(line[margin:]) & set("123456789+") for line in lines):
-        legend.append("2 to 9: number of events, +: 10 or more")
+        legend.append("2 to 9, +: number of events")
     lines.append(f"{unit:<{margin}}{_axis(steps, place, columns)}")
-    lines.append("  ".join(legend))
+    rows = [""]
+    for part in legend:
+        if rows[-1] and len(rows[-1]) + len(part) + 2 > max(width, 40):
+            rows.append("")
+        rows[-1] += f"  {part}" if rows[-1] else part
+    lines += rows
     return "\n".join(line.rstrip() for line in lines)
 
 

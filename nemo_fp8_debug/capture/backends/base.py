@@ -133,6 +133,8 @@ class FrameworkBackend:
     in_forward: bool = False
     #: returns why a module may change its operands in an unknown way, or "" if it does not, or if `cast` determines the way
     foreign: Callable[[nn.Module], str] = lambda module: ""
+    #: returns why all modules of the backend may change operands, because a function of torch was replaced, or ""
+    explain_replaced_product: Callable[[], str] = lambda: ""
     #: returns facts about a call before it runs, as keywords of `cast`
     arguments: Callable[[nn.Module, Args, Kwargs], Kwargs] = lambda module, args, kwargs: kwargs
     #: returns whether ranks may share the amax of a module's calls

@@ -18,16 +18,21 @@ _SAME_PRODUCT = ("deepspeed.runtime.zero.linear",)
 
 def _foreign(module: nn.Module) -> str:
     """Return why the module may change or quantize its operands, or "" if it is a plain `nn.Linear`."""
-    if why := explain_unsupported_forward(module, (nn.Linear,)):
+    if why := explain_unsupported_forward(module, (nn.Linear,)) or explain_replaced_product():
         return why
-    if nn.Linear.forward.__code__.co_filename != linear.__file__:
-        return "`nn.Linear.forward` was replaced by a function that may change or quantize its operands"
-    multiplies: Any = functional.linear
-    if multiplies is not torch._C._nn.linear and multiplies.__module__ not in _SAME_PRODUCT:
-        return "`torch.nn.functional.linear` was replaced by a function that may change or quantize its operands"
     weight = read_raw_weight(module)
     if weight is not None and not is_plain_tensor(weight):
         return f"its weight is a {type(weight).__name__}, whose products may quantize"
+    return ""
+
+
+def explain_replaced_product() -> str:
+    """Return why all linear layers may change or quantize their operands, or "" if torch's own functions multiply them."""
+    if getattr(getattr(nn.Linear.forward, "__code__", None), "co_filename", "") != linear.__file__:
+        return "`nn.Linear.forward` was replaced by a function that may change or quantize its operands"
+    multiplies: Any = functional.linear
+    if multiplies is not torch._C._nn.linear and getattr(multiplies, "__module__", "") not in _SAME_PRODUCT:
+        return "`torch.nn.functional.linear` was replaced by a function that may change or quantize its operands"
     return ""
 
 
@@ -39,4 +44,5 @@ BACKEND = FrameworkBackend(
     weight=lambda module, args, kwargs, part: read_raw_weight(module),
     output=lambda out: out[0] if isinstance(out, tuple) else out,
     foreign=_foreign,
+    explain_replaced_product=explain_replaced_product,
 )

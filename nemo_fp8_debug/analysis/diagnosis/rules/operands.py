@@ -162,7 +162,8 @@ def _lags_behind_a_jump(found: Finding, facts: Facts) -> bool:
     A jump of X or W also changes gradients, and a history may contain gradients from between two samples.
     """
     jumps = value_jumps(facts)
-    if not jumps or (found.since or 0) < jumps[0].since:
+    soon = facts.steps[facts.steps >= jumps[0].since][: thresholds.LASTING] if jumps else facts.steps[:0]
+    if not len(soon) or not soon[0] <= (found.since or 0) <= soon[-1]:
         return False
     return found.cause in ("clipping", "underflow") or (found.role in GRADIENTS and CAUSES[found.cause].kind == "scale")
 

@@ -177,6 +177,9 @@ def _jumps_of(grid: MetricGrid) -> list[ValueJump]:
     # An outlier moves only the amax, so the median must move too.
     median = amax - grid.read_metric("outlier_log2")[:, MADE_UP:]
     up, down = (np.minimum(_lasting_rise(sign * amax), _lasting_rise(sign * median)) for sign in (1.0, -1.0))
+    # Behind a gate or weight that begins near zero, values may grow by any factor.
+    before = np.fmax.accumulate(median, axis=1)[:, thresholds.FEW - 1 : -thresholds.IN_A_ROW]
+    up = np.where(before > thresholds.NEAR_ZERO_VALUES, up, np.nan)
     found, steps = list[ValueJump](), grid.steps[MADE_UP + thresholds.FEW :]
     for i in np.flatnonzero((np.fmax(up, down) > thresholds.VALUES_JUMP).any(axis=1)).tolist():
         at = int(np.nanargmax(np.fmax(up[i], down[i])))
