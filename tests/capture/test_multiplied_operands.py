@@ -51,6 +51,7 @@ def amaxes(
         report(loss=loss)
     monitor.close()
     metrics = samples.samples[0].get_table("metrics")
+    assert set(metrics["n"]) == {8, 64}, "each value is counted once"
     return dict(zip(zip(metrics["layer"], metrics["role"], strict=True), metrics["amax"], strict=True))
 
 
@@ -101,28 +102,55 @@ def in_fp8(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> t
     return torch._C._nn.linear(x.to(torch.float8_e4m3fn).to(x.dtype), w, b)
 
 
+class Halved(torch.autograd.Function):
+    """A product in a function of autograd, inside which operators show no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t() / 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return dy @ w / 2, dy.flatten(0, -2).t() @ x.flatten(0, -2) / 2
+
+
+class Uncoded:
+    """A replacement of a method without code of its own."""
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        return lambda x: in_fp8(x, module.weight, module.bias)
+
+
 class InFP8(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (in_fp8 if func is F.linear else func)(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("how", ["F.linear", "nn.Linear.forward", "mode"])
+@pytest.mark.parametrize("how", ["F.linear", "function", "nn.Linear.forward", "descriptor", "mode"])
 def test_a_replaced_product_has_an_unknown_cast_and_one_warning(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "F.linear":
         monkeypatch.setattr(F, "linear", in_fp8)
+    elif how == "function":
+        monkeypatch.setattr(F, "linear", lambda x, w, b=None: Halved.apply(x, w) + b)
+    elif how == "descriptor":
+        monkeypatch.setattr(nn.Linear, "forward", Uncoded())
     elif how == "nn.Linear.forward":
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: in_fp8(x, self.weight, self.bias))
     samples, model = Samples(), Model()
     with InFP8() if how == "mode" else nullcontext(), pytest.warns(UserWarning, match="unknown") as said:
         monitor = Monitor(model, recorders=[samples], interval=1, table_rows=0)
         with monitor.step(0) as report:
-            loss = model(torch.randn(4, 8)).sum()
+            loss = model(torch.randn(2, 4, 8)).sum()
             loss.backward()
             report(loss=loss)
         monitor.close()
-    assert set(samples.samples[0].get_table("metrics")["scale_source"]) == {"unknown"}
+    metrics = samples.samples[0].get_table("metrics")
+    assert set(metrics["scale_source"]) == {"unknown"} and sorted(metrics["role"])[:2] == ["grad_output"] * 2
     (told,) = [str(each.message) for each in said if "unknown" in str(each.message)]
-    assert {"F.linear": "functional.linear", "nn.Linear.forward": "Linear.forward", "mode": "InFP8"}[how] in told
+    names = {"nn.Linear.forward": "Linear.forward", "descriptor": "Linear.forward", "mode": "InFP8"}
+    assert names.get(how, "functional.linear") in told
 
 
 def test_the_default_device_is_no_foreign_mode() -> None:
