@@ -121,7 +121,9 @@ def write_merged(run: Path, table: str, tables: list[pa.Table]) -> None:
     """Write a merged part, as `merging` does."""
     content, checksum = parquet.encode_parquet_tables(make_arrow_schema(table), tables)
     first, last = (tables[i]["step"][0].as_py() for i in (0, -1))
-    (run / Part.make_part_name(table, 0, first, last, checksum).path).write_bytes(content)
+    path = run / Part.make_part_name(table, 0, first, last, checksum).path
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
 
 
 class Courses:
